@@ -1,0 +1,1 @@
+"""Weight offload for PyTorch models larger than their GPU."""

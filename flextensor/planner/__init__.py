@@ -1,0 +1,1 @@
+"""Profile + budget -> Plan. Pure Python: no streams, no device, no clock."""

@@ -1,0 +1,1 @@
+"""What people run: generate, status, replan, plan, bench."""
