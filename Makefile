@@ -1,0 +1,45 @@
+# `make demo` and `make test` work on a fresh machine that has Python 3.11+ and make. The environment is made once, in
+# .venv; a stamp file in it says that it is complete, so a second call installs nothing.
+
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_STAMP := $(VENV)/.ready-demo
+TEST_STAMP := $(VENV)/.ready-test
+INSTALL := PYTHON='$(PYTHON)' VENV='$(VENV)' sh requirements/install.sh
+PINS := pyproject.toml requirements/constraints.txt requirements/install.sh
+MODEL := models/SmolLM2-135M-Instruct
+
+# One thread a process: the tests run several processes on few cores. No call leaves the machine.
+QUIET := RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: demo test lint format model clean
+.DELETE_ON_ERROR:
+
+$(DEMO_STAMP): $(PINS)
+	@$(INSTALL) demo
+	@touch $@
+
+$(TEST_STAMP): $(PINS)
+	@$(INSTALL) test
+	@touch $(DEMO_STAMP) $@
+
+model: $(DEMO_STAMP)
+	@$(QUIET) $(BIN)/python -m launch.convert --target $(MODEL)
+
+demo: model
+	@$(QUIET) $(BIN)/python -m launch generate --config configs/demo.yaml --overwrite
+
+test: $(TEST_STAMP)
+	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(TEST_STAMP)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+format: $(TEST_STAMP)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build out .pytest_cache .mypy_cache .ruff_cache
