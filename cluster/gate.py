@@ -1,0 +1,160 @@
+"""The step boundary as a gate: control threads close it, the model's thread stands before it.
+
+[Note: the gate] A replan needs the moment at which no step is running. Taking a lock around each step starves
+the waiting side on a busy process; a flag that the model's thread looks at once a step does not. ``close`` sets the flag
+and waits until the model's thread is parked at a boundary, or idle between two leases: an idle thread that starts
+a lease parks at its first boundary. Who closes must open; the model's thread opens by itself after ``patience``
+seconds, so that a coordinator that died between prepare and commit costs a delay, never the job.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+
+class GateTimeout(TimeoutError):
+    """The model's thread did not come to a step boundary in time."""
+
+
+class StepStopped(Exception):
+    """Raised at a step boundary in the model's thread when the run is being stopped."""
+
+
+class StepGate:
+    """One model thread calls ``enter``, ``boundary`` and ``leave``; any other threads call the rest."""
+
+    def __init__(self, patience: float = 60.0) -> None:
+        self._condition = threading.Condition()
+        self._patience = patience
+        self._closed_by: int | None = None
+        self._paused = False
+        self._stopped = False
+        self._parked = False
+        self._busy = False
+        self._progress_at = time.monotonic()
+        self._steps = 0
+        self._parked_seconds = 0.0
+        self._expired = 0
+
+    # the model's thread
+
+    def enter(self) -> None:
+        """A lease begins."""
+        with self._condition:
+            self._busy = True
+            self._progress_at = time.monotonic()
+
+    def boundary(self, step_index: int = 0) -> None:
+        """A step is about to begin; stands here while the gate is closed or the run is paused.
+
+        Raises StepStopped after ``stop``.
+        """
+        with self._condition:
+            self._progress_at = time.monotonic()
+            if self._closed_by is not None or self._paused:
+                self._stand()
+            if self._stopped:
+                raise StepStopped("the run is being stopped")
+            self._steps += 1
+
+    def leave(self) -> None:
+        """The lease is over, in whatever way; the thread is idle."""
+        with self._condition:
+            self._busy = False
+            self._progress_at = time.monotonic()
+            self._condition.notify_all()
+
+    def _stand(self) -> None:
+        began = time.monotonic()
+        self._parked = True
+        self._condition.notify_all()
+        while (self._closed_by is not None or self._paused) and not self._stopped:
+            left = None if self._paused else began + self._patience - time.monotonic()
+            if left is not None and left <= 0:
+                self._expired = max(self._expired, self._closed_by or 0)
+                self._closed_by = None
+                break
+            self._condition.wait(left)
+        self._parked = False
+        self._progress_at = time.monotonic()
+        self._parked_seconds = self._progress_at - began
+
+    # any other thread
+
+    def close(self, number: int, timeout: float) -> float:
+        """Close the gate for round ``number`` and wait for the model's thread; the seconds that this took.
+
+        Raises GateTimeout (and opens again) when it does not come within ``timeout`` seconds.
+        """
+        began = time.monotonic()
+        with self._condition:
+            self._closed_by = number
+            there = self._condition.wait_for(
+                lambda: self._parked or not self._busy or self._closed_by != number, timeout
+            )
+            if self._closed_by != number:
+                raise GateTimeout(f"round {number} was ended while it waited for the step boundary")
+            if not there:
+                self._closed_by = None
+                self._condition.notify_all()
+                raise GateTimeout(f"no step boundary within {timeout:.1f} s")
+        return time.monotonic() - began
+
+    def is_closed_by(self, number: int) -> bool:
+        """True while the gate stands closed for round ``number`` and the model's thread keeps to it."""
+        with self._condition:
+            return self._closed_by == number and (self._parked or not self._busy)
+
+    def open(self, number: int) -> None:
+        """Let the model's thread go on, if the gate is closed for round ``number`` or an earlier one."""
+        with self._condition:
+            if self._closed_by is not None and self._closed_by <= number:
+                self._closed_by = None
+                self._condition.notify_all()
+
+    def pause(self) -> None:
+        """The model's thread stands at its next boundary until ``resume``, however long that takes."""
+        with self._condition:
+            self._paused = True
+
+    def resume(self) -> None:
+        """End ``pause``."""
+        with self._condition:
+            self._paused = False
+            self._condition.notify_all()
+
+    def stop(self) -> None:
+        """The model's thread gets StepStopped at its next boundary."""
+        with self._condition:
+            self._stopped = True
+            self._condition.notify_all()
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    @property
+    def parked(self) -> bool:
+        return self._parked
+
+    @property
+    def busy(self) -> bool:
+        return self._busy
+
+    @property
+    def steps(self) -> int:
+        """Steps begun so far."""
+        return self._steps
+
+    @property
+    def parked_seconds(self) -> float:
+        """How long the model's thread stood the last time."""
+        return self._parked_seconds
+
+    def busy_seconds(self) -> float:
+        """Seconds since the last sign of progress of a lease (0 when idle or parked)."""
+        with self._condition:
+            if not self._busy or self._parked:
+                return 0.0
+            return time.monotonic() - self._progress_at
