@@ -1,0 +1,43 @@
+"""The run's figures as Ray metrics, which Ray serves to Prometheus."""
+
+from __future__ import annotations
+
+from ray.util.metrics import Gauge
+
+from cluster.messages import WorkerState
+
+_TAGS = ("run", "rank")
+
+
+class RunMetrics:
+    """Gauges of each worker's latest state, tagged with the run's namespace and the worker's rank."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+
+        def gauge(name: str, description: str) -> Gauge:
+            return Gauge(f"flextensor_{name}", description=description, tag_keys=_TAGS)
+
+        self._step = gauge("step_seconds", "Median seconds of a step")
+        self._stall = gauge("stall_share", "Share of a step that compute waits for copies")
+        self._link = gauge("link_bytes_per_second", "Rate of the weight copies")
+        self._nominal = gauge("link_nominal_bytes_per_second", "PCIe's own rate for the generation and width in use")
+        self._resident = gauge("resident_bytes", "Weights that stay on the device")
+        self._streamed = gauge("streamed_bytes", "Weights copied a step")
+        self._epoch = gauge("epoch", "Number of the plan in force")
+        self._energy = gauge("energy_joules", "The GPU's energy counter")
+
+    def observe(self, state: WorkerState) -> None:
+        """Publish one worker's state."""
+        tags = {"run": self._namespace, "rank": str(state.rank)}
+        self._step.set(state.step_seconds, tags)
+        self._stall.set(state.stall_share, tags)
+        self._link.set(state.link_bytes_per_second, tags)
+        self._resident.set(state.resident_bytes, tags)
+        self._streamed.set(state.streamed_bytes, tags)
+        self._epoch.set(state.epoch, tags)
+        if state.gpu is not None:
+            if (nominal := state.gpu.link_nominal_bytes_per_second) is not None:
+                self._nominal.set(nominal, tags)
+            if state.gpu.energy_joules is not None:
+                self._energy.set(state.gpu.energy_joules, tags)
