@@ -1,0 +1,100 @@
+"""Filling a store: many threads, pieces of a few MiB, each checked while it is hot; results in the layout's order."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from flextensor.store.checksum import Checksum, checksum
+from flextensor.store.layout import StoredTensor
+
+PIECE = 8 << 20
+"""Bytes a thread moves at a time; a multiple of every element size and of a page."""
+
+_STRIDE = 1 << 20
+"""Bytes between two looks at the data: what was just written is still in the core's cache when it is summed."""
+
+Reader = Callable[[torch.Tensor, int], None]
+"""Writes the bytes from ``start`` of one tensor into a uint8 view, as long as the view is."""
+
+
+def thread_count() -> int:
+    """Threads that fill: the cores that this process may use, at most 16."""
+    return min(16, len(os.sched_getaffinity(0)))
+
+
+def fill(
+    tensors: Iterable[tuple[StoredTensor, Callable[[], tuple[Reader, bool]]]],
+    memory: torch.Tensor,
+    *,
+    checksums: bool,
+    ahead: int = 256 << 20,
+) -> Iterator[tuple[StoredTensor, Checksum]]:
+    """Fill ``memory`` (uint8) and yield each tensor, in order, once it is in, with its checksum.
+
+    tensors: each with a function that opens it: its reader, and whether pieces of it may be read apart. It is called
+        late, so that not more than about ``ahead`` bytes of sources are open at once.
+
+    An exception of a reader ends the filling and is raised here.
+    """
+    with ThreadPoolExecutor(thread_count(), thread_name_prefix="store-fill") as pool:
+        waiting: deque[tuple[StoredTensor, list[tuple[int, Future[Checksum]]]]] = deque()
+        outstanding = 0
+        try:
+            for tensor, open_source in tensors:
+                while waiting and outstanding >= ahead:
+                    outstanding -= waiting[0][0].nbytes
+                    yield _finish(*waiting.popleft())
+                reader, divisible = open_source()
+                step = PIECE if divisible else tensor.nbytes
+                pieces = []
+                for start in range(0, tensor.nbytes, step):
+                    end = min(start + step, tensor.nbytes)
+                    target = memory[tensor.offset + start : tensor.offset + end]
+                    stride = _STRIDE if divisible else end - start
+                    pieces.append((start, pool.submit(_fill_piece, reader, target, start, stride, checksums)))
+                del reader
+                waiting.append((tensor, pieces))
+                outstanding += tensor.nbytes
+                del pieces
+            while waiting:
+                yield _finish(*waiting.popleft())
+        finally:
+            for _, left in waiting:
+                for _, future in left:
+                    future.cancel()
+
+
+def _finish(tensor: StoredTensor, pieces: list[tuple[int, Future[Checksum]]]) -> tuple[StoredTensor, Checksum]:
+    total = Checksum()
+    for start, future in pieces:
+        total += future.result().at(start // 8)
+    pieces.clear()
+    return tensor, total
+
+
+def _fill_piece(reader: Reader, target: torch.Tensor, start: int, stride: int, checksums: bool) -> Checksum:
+    total = Checksum()
+    with torch.inference_mode(False), torch.no_grad():
+        for at in range(0, target.numel(), stride):
+            part = target[at : at + stride]
+            reader(part, start + at)
+            if checksums:
+                total += checksum(part).at(at // 8)
+    return total
+
+
+def move(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy bytes between two uint8 tensors of one length without the interpreter lock.
+
+    Host to host it is a plain memmove: torch's own copy would start a team of threads in each of ours.
+    """
+    if source.device.type == "cpu":
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+    else:
+        target.copy_(source)

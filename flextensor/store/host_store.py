@@ -1,0 +1,310 @@
+"""HostStore: the weights of a model in host memory, by unit and offset. What all kinds of store have in common."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from flextensor.store.errors import StoreClosedError
+from flextensor.store.layout import Layout, StoredTensor
+from flextensor.store.mapping import huge_bytes, map_anonymous, typed_view
+from flextensor.store.pinning import PinnedRegions, Region
+from flextensor.store.report import PinReport, StoreReport
+
+
+@dataclass
+class FillTimes:
+    """Seconds that it took to get the weights."""
+
+    fill: float = 0.0
+    wait: float = 0.0
+    identity: float = 0.0
+
+
+class HostStore:
+    """Immutable weights in host memory.
+
+    Copies to a device come from ``bytes`` and ``source``; a parameter that shall lie in host memory points at
+    ``tensor``. Edits go through ``make_private``: a copy of the touched tensor that only this process sees.
+    All methods may be called from any thread.
+    """
+
+    kind = "private"
+    shared = False
+
+    def __init__(self, layout: Layout, identity: str) -> None:
+        self.layout = layout
+        self.identity = identity
+        self.times = FillTimes()
+        self._lock = threading.RLock()
+        self._closed = False
+        self._private: dict[str, torch.Tensor] = {}
+        self._pins = PinnedRegions()
+        self._pin_report: PinReport | None = None
+        # Memory must not go while CUDA has it registered, even when nobody closes the store.
+        self._unpin_at_end = weakref.finalize(self, self._pins.release)
+        self._unpin_at_end.atexit = False
+
+    # What a kind of store provides.
+
+    def _stored_bytes(self, tensor: StoredTensor) -> torch.Tensor:
+        """The tensor's immutable bytes (uint8)."""
+        raise NotImplementedError
+
+    def _parameter_bytes(self, tensor: StoredTensor) -> torch.Tensor:
+        """The same bytes for a parameter to point at; writes to them stay in this process."""
+        return self._stored_bytes(tensor)
+
+    def _run(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Immutable bytes by offset (uint8)."""
+        raise NotImplementedError
+
+    def _regions(self) -> list[Region]:
+        """What ``pin`` registers, cut where no copy spans the cut."""
+        raise NotImplementedError
+
+    def _drop_memory(self) -> None:
+        """Forget the mapping; it goes when the last tensor over it goes."""
+        raise NotImplementedError
+
+    # Bytes.
+
+    def bytes(self, offset: int, nbytes: int) -> torch.Tensor:
+        """A run of the immutable store (uint8, no copy); private copies are not in it.
+
+        Raises ValueError outside the store, StoreClosedError after ``close``.
+        """
+        self._check_open()
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.layout.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside the store of {self.layout.nbytes} bytes")
+        return self._run(offset, nbytes)
+
+    def source(self, name: str) -> torch.Tensor:
+        """The tensor's bytes where they now lie (uint8): the private copy when it was edited, else the store."""
+        self._check_open()
+        private = self._private.get(name)
+        return self._stored_bytes(self._find(name)) if private is None else private
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The weight with its dtype, shape and stride, no copy: the private copy when it was edited, else the store.
+
+        Writing to it in place never reaches another process, but ``source`` does not see it either: use
+        ``make_private`` to edit.
+        """
+        self._check_open()
+        private = self._private.get(name)
+        stored = self._find(name)
+        return typed_view(self._parameter_bytes(stored) if private is None else private, stored)
+
+    # Copy on write.
+
+    def make_private(self, name: str) -> torch.Tensor:
+        """A writable copy of the weight that only this process sees (dtype, shape and stride as before).
+
+        The first call copies, later ones give the same memory. Pinned when the store is.
+        """
+        self._check_open()
+        stored = self._find(name)
+        with self._lock:
+            if name not in self._private:
+                copy = map_anonymous(stored.nbytes)
+                copy.copy_(self._parameter_bytes(stored))
+                if self._pins.nbytes:
+                    self._pins.register([_region(copy)])
+                self._private[name] = copy
+            return typed_view(self._private[name], stored)
+
+    def discard_private(self, name: str) -> None:
+        """Undo ``make_private``: the weight is the store's again. No effect when there is no private copy."""
+        self._find(name)
+        with self._lock:
+            private = self._private.pop(name, None)
+            if private is not None:
+                self._pins.release([_region(private)])
+
+    @property
+    def edited(self) -> tuple[str, ...]:
+        """Names of the weights that have a private copy."""
+        return tuple(self._private)
+
+    @property
+    def private_bytes(self) -> int:
+        """Bytes of the private copies."""
+        return sum(copy.numel() for copy in self._private.values())
+
+    # Pinning.
+
+    def pin(self, device: torch.device | int | None = None) -> PinReport:
+        """Register the memory with CUDA in place, chunk by chunk; again is free.
+
+        device: the CUDA device whose context to use, when called from a thread of its own.
+        Never raises for a refusal: the store stays pageable, the report and a logged warning say why.
+        """
+        self._check_open()
+        report = self._pins.register([*self._regions(), *(_region(copy) for copy in self._private.values())], device)
+        self._pin_report = report
+        return report
+
+    def unpin(self) -> None:
+        """Undo ``pin``. No copy from the store may be under way."""
+        self._pins.release()
+        self._pin_report = None
+
+    # Life.
+
+    def close(self) -> None:
+        """Unregister and let go of the memory; again is free. Tensors handed out stay readable while they live."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self.unpin()
+            self._private.clear()
+            self._drop_memory()
+
+    @property
+    def closed(self) -> bool:
+        """True after ``close``."""
+        return self._closed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def report(self) -> StoreReport:
+        """Where the weights are, what they take, who holds them."""
+        return StoreReport(
+            kind=self.kind,
+            identity=self.identity,
+            path=self._path(),
+            nbytes=self.layout.nbytes,
+            weight_bytes=self.layout.weight_bytes,
+            tensors=len(self.layout.tensors),
+            shared=self.shared,
+            created_by_us=self._created_by_us(),
+            holders=self._holders(),
+            pin=self._pin_report,
+            edited=self.edited,
+            private_bytes=self.private_bytes,
+            fill_seconds=self.times.fill,
+            wait_seconds=self.times.wait,
+            identity_seconds=self.times.identity,
+            huge_pages=self._huge_pages(),
+            numa="",
+        )
+
+    def _path(self) -> str:
+        return ""
+
+    def _created_by_us(self) -> bool:
+        return True
+
+    def _holders(self) -> tuple[int, ...] | None:
+        return None
+
+    def _huge_pages(self) -> str:
+        return "" if self._closed else f"{sum(huge_bytes((a, a + n)) for a, n in self._regions())} bytes"
+
+    def _find(self, name: str) -> StoredTensor:
+        try:
+            return self.layout.by_name[name]
+        except KeyError:
+            raise KeyError(f"the store has no weight {name!r}") from None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"store {self.identity!r} is closed")
+
+
+class MappedStore(HostStore):
+    """A store whose weights lie in one mapping, packed by its layout."""
+
+    def __init__(self, layout: Layout, identity: str, memory: torch.Tensor) -> None:
+        super().__init__(layout, identity)
+        self._memory: torch.Tensor | None = memory
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The whole mapping (uint8, ``layout.nbytes``)."""
+        if self._memory is None:
+            raise StoreClosedError(f"store {self.identity!r} is closed")
+        return self._memory
+
+    def _run(self, offset: int, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return self.memory[offset : offset + nbytes]
+
+    def _stored_bytes(self, tensor: StoredTensor) -> torch.Tensor:
+        return self._run(tensor.offset, tensor.nbytes)
+
+    def _regions(self) -> list[Region]:
+        base = self.memory.data_ptr()
+        return [(base + start, end - start) for start, end in pin_chunks(self.layout)]
+
+    def _drop_memory(self) -> None:
+        self._memory = None
+
+
+class AdoptedStore(HostStore):
+    """Weights that stay where they lie, each in its own memory; offsets are virtual and no two tensors touch."""
+
+    kind = "adopted"
+
+    def __init__(self, layout: Layout, identity: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(layout, identity)
+        self._bytes = dict(tensors)
+        self._starts = [tensor.offset for tensor in layout.tensors]
+        # Decided once: after ``pin`` every tensor says that it is pinned.
+        self._pageable = [_region(raw) for raw in self._bytes.values() if not raw.is_pinned()]
+
+    def _stored_bytes(self, tensor: StoredTensor) -> torch.Tensor:
+        return self._bytes[tensor.name]
+
+    def _run(self, offset: int, nbytes: int) -> torch.Tensor:
+        found = self.layout.tensors[bisect.bisect_right(self._starts, offset) - 1]
+        start = offset - found.offset
+        if start + nbytes > found.nbytes:
+            raise ValueError(
+                f"bytes {offset} to {offset + nbytes} leave weight {found.name!r} ({found.nbytes} bytes at "
+                f"{found.offset}); adopted weights lie apart, so a run is within one"
+            )
+        return self._bytes[found.name][start : start + nbytes]
+
+    def _regions(self) -> list[Region]:
+        return self._pageable
+
+    def _drop_memory(self) -> None:
+        self._bytes.clear()
+
+
+def pin_chunks(layout: Layout, most: int = 1 << 30) -> list[tuple[int, int]]:
+    """(start, end) of chunks that cover the layout, cut between units, each as large as possible up to ``most``.
+
+    A copy that spans two registrations fails, and a copy never leaves its unit; a unit above ``most`` is one chunk.
+    """
+    cuts = [tensors[0].offset for tensors in layout.by_unit.values()] + [layout.nbytes]
+    chunks: list[tuple[int, int]] = []
+    start = 0
+    for here, following in itertools.pairwise(cuts):
+        if following - start > most and here > start:
+            chunks.append((start, here))
+            start = here
+    if layout.nbytes > start:
+        chunks.append((start, layout.nbytes))
+    return chunks
+
+
+def _region(raw: torch.Tensor) -> Region:
+    return raw.data_ptr(), raw.numel()
