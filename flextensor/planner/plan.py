@@ -66,6 +66,8 @@ class Plan:
     """visits: unit index a visit. resident: tensor indexes that stay on the device. offsets: arena offset of each
     streamed tensor. copies: one step's copies in the order in which they go over the link.
 
+    initial: copies made once, before the first step, whatever their ``after``: what the first step would have found in
+    the arena from the step before.
     weight_bytes: device memory that the plan takes for weights: resident tensors, each rounded up to ALIGNMENT,
     plus the arena. Never above ``budget_bytes`` where one was given.
     """
@@ -78,6 +80,7 @@ class Plan:
     resident_bytes: int
     weight_bytes: int
     streamed_bytes: int
+    initial: tuple[Copy, ...] = ()
     budget_bytes: int | None = None
     prediction: Prediction | None = None
 

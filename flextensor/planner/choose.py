@@ -1,0 +1,173 @@
+"""Which tensors are streamed: spread over the step so that copies hide behind compute.
+
+Each unit has a menu: subsets of its tensors, each with its bytes and its seconds on the link, those dominated by
+another left out. A walk over the visits lets the link's debt grow by ``rate`` seconds a second of compute and pays it
+with the menu's nearest entry (error diffusion), so that anywhere in the step copies take ``rate`` times the compute
+beside them, as near as whole tensors allow.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flextensor.planner.layout import Layout
+from flextensor.planner.simulate import kind_weights, kinds_of
+
+ALL_SUBSETS_UP_TO = 7
+"""Units of more tensors offer ranges of the store, largest and smallest tensors instead of every subset."""
+
+
+@dataclass(frozen=True)
+class Menu:
+    """What may be streamed of one unit, by growing bytes and seconds (per visit)."""
+
+    tensors: tuple[tuple[int, ...], ...]
+    nbytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def under(self, nbytes: int) -> int:
+        """The index of the largest entry of at most ``nbytes``."""
+        return bisect.bisect_right(self.nbytes, nbytes) - 1
+
+    def nearest(self, seconds: float, top: int) -> int:
+        """The index up to ``top`` of the entry nearest to ``seconds``."""
+        at = bisect.bisect_left(self.seconds, seconds, 0, top + 1)
+        if at == 0:
+            return 0
+        if at > top:
+            return top
+        return at if self.seconds[at] - seconds < seconds - self.seconds[at - 1] else at - 1
+
+
+class Menus:
+    """The menus of all units, their tensors that no other unit reads, and the weight of each visit."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._known: dict[tuple[object, ...], tuple[tuple[tuple[int, ...], ...], tuple[float, ...]]] = {}
+        self.menus = [self._menu([t for t in row if t not in layout.shared]) for row in layout.reads]
+        kinds = kinds_of(layout.profile)
+        weights = [0.0] * len(layout.profile.visits)
+        for share, kind in zip(kind_weights(kinds), kinds, strict=True):
+            for v in range(len(weights)):
+                weights[v] += share * (kind.compute[v] + kind.gap[v])
+        # Where nothing is computed, spread evenly; elsewhere this changes nothing.
+        even = max(1e-3 * sum(weights) / max(len(weights), 1), 1e-9)
+        self.weights = [w + even for w in weights]
+
+    def _menu(self, row: Sequence[int]) -> Menu:
+        tensors = [self.layout.profile.tensors[t] for t in row]
+        shape = tuple((t.nbytes, t.offset - tensors[0].offset) for t in tensors)
+        if shape not in self._known:
+            self._known[shape] = self._entries(row)
+        picks, seconds = self._known[shape]
+        size = self.layout.size
+        chosen = tuple(tuple(row[i] for i in pick) for pick in picks)
+        return Menu(chosen, tuple(sum(size[t] for t in pick) for pick in chosen), seconds)
+
+    def _entries(self, row: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], tuple[float, ...]]:
+        size = self.layout.size
+        costed: list[tuple[int, float, tuple[int, ...]]] = []
+        for pick in _subsets(row, size):
+            chosen = [row[i] for i in pick]
+            costed.append((sum(size[t] for t in chosen), self.link_seconds(chosen), pick))
+        costed.sort(key=lambda c: (-c[0], c[1], c[2]))
+        best: list[tuple[int, float, tuple[int, ...]]] = []
+        for entry in costed:
+            if not best or entry[1] < best[-1][1]:
+                best.append(entry)
+        best.reverse()
+        return tuple(pick for _, _, pick in best), tuple(seconds for _, seconds, _ in best)
+
+    def link_seconds(self, chosen: Sequence[int]) -> float:
+        """Seconds of the copies of these tensors (in store order), one copy a contiguous run."""
+        tensors, curve = self.layout.profile.tensors, self.layout.profile.transfer
+        total, first = 0.0, 0
+        for i in range(1, len(chosen) + 1):
+            if i == len(chosen) or not self.layout.adjoins(chosen[i - 1], chosen[i]):
+                last = tensors[chosen[i - 1]]
+                total += curve.seconds(last.offset + last.nbytes - tensors[chosen[first]].offset)
+                first = i
+        return total
+
+    def spread(self, rate: float, cap: int) -> list[int]:
+        """The entry of each unit's menu at ``rate`` seconds of copies a second of compute, ``cap`` bytes a unit."""
+        picked = [-1] * len(self.menus)
+        debt = 0.0
+        for unit, weight in zip(self.layout.profile.visits, self.weights, strict=True):
+            menu = self.menus[unit]
+            debt += rate * weight
+            if picked[unit] < 0:
+                picked[unit] = menu.nearest(debt, menu.under(cap))
+            debt -= menu.seconds[picked[unit]]
+            # What no entry here can pay is not owed by the next unit: it has its own compute to hide behind.
+            limit = menu.seconds[-1]
+            debt = min(max(debt, -limit), limit)
+        for unit, menu in enumerate(self.menus):
+            if picked[unit] < 0:
+                picked[unit] = menu.under(cap)
+        return picked
+
+    def resident_bytes(self, picked: Sequence[int]) -> int:
+        """Bytes that stay on the device of the tensors that the menus decide."""
+        return sum([menu.nbytes[-1] - menu.nbytes[i] for menu, i in zip(self.menus, picked, strict=True)])
+
+    def fit(self, room: int, cap: int) -> list[int] | None:
+        """The most resident of the spreads in ``room`` bytes, the rest of the room filled; None if nothing fits."""
+        high = max_rate = self._top_rate()
+        picked = self.spread(high, cap)
+        if self.resident_bytes(picked) > room:
+            picked = [menu.under(cap) for menu in self.menus]
+            if self.resident_bytes(picked) > room:
+                return None
+        low = 0.0
+        for _ in range(24):
+            middle = (low + high) / 2
+            trial = self.spread(middle, cap)
+            if self.resident_bytes(trial) <= room:
+                high, picked = middle, trial
+            else:
+                low = middle
+            if high - low < 1e-4 * high or high - low < 1e-9 * max_rate:
+                break
+        return self.fill(picked, room - self.resident_bytes(picked))
+
+    def _top_rate(self) -> float:
+        """A rate at which every unit streams all it may."""
+        return 2.0 + 2 * max(
+            (self.menus[u].seconds[-1] / w for u, w in zip(self.layout.profile.visits, self.weights, strict=True)),
+            default=0.0,
+        )
+
+    def fill(self, picked: Sequence[int], room: int) -> list[int]:
+        """Fewer bytes streamed where ``room`` allows, first where copies are longest beside their compute."""
+        out = list(picked)
+        pressure = [0.0] * len(out)
+        for unit, weight in zip(self.layout.profile.visits, self.weights, strict=True):
+            pressure[unit] = max(pressure[unit], self.menus[unit].seconds[out[unit]] / weight)
+        for unit in sorted(range(len(out)), key=lambda u: (-pressure[u], u)):
+            menu = self.menus[unit]
+            now = menu.nbytes[out[unit]]
+            least = bisect.bisect_left(menu.nbytes, now - room, 0, out[unit])
+            room -= now - menu.nbytes[least]
+            out[unit] = least
+        return out
+
+    def streamed(self, picked: Sequence[int], shared: frozenset[int]) -> frozenset[int]:
+        """The streamed tensors of these entries, and ``shared`` ones with them."""
+        chosen = itertools.chain.from_iterable(m.tensors[i] for m, i in zip(self.menus, picked, strict=True))
+        return frozenset(chosen) | shared
+
+
+def _subsets(row: Sequence[int], size: Sequence[int]) -> list[tuple[int, ...]]:
+    n = len(row)
+    if n <= ALL_SUBSETS_UP_TO:
+        return [pick for r in range(n + 1) for pick in itertools.combinations(range(n), r)]
+    ranges = [tuple(range(a, b)) for a in range(n) for b in range(a, n + 1)]
+    rest = [tuple(i for i in range(n) if not a <= i < b) for a in range(n) for b in range(a + 1, n)]
+    by_size = sorted(range(n), key=lambda i: (size[row[i]], i))
+    ends = [tuple(sorted(by_size[a:b])) for a in range(n) for b in range(a, n + 1)]
+    return list(dict.fromkeys([*ranges, *rest, *ends]))
