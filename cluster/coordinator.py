@@ -6,8 +6,8 @@ a coordinator that is started again learns what it needs from the workers.
 [Note: a replan] measure: all workers measure their links at the same time, beside the running steps. propose: each
 solves and checks a plan for the link that it really gets; nothing stands still until all have one. prepare: each
 comes to a step boundary and stands. commit: one decision; each takes its plan at that boundary. Anyone missing,
-failing or late before the decision: abort, all go on with the old plan. A worker lost after it: it gets the plan when it
-joins again.
+failing or late before the decision: abort, all go on with the old plan. A worker lost after it: it gets the plan when
+it joins again.
 """
 
 from __future__ import annotations
@@ -274,7 +274,9 @@ class Coordinator:
     ) -> None:
         old = self._history[-1] if self._history else None
         self._epoch = outcome.epoch
-        epoch = self._remember(outcome.epoch, request.reason, next(iter(budgets.values()), None), outcome.parked_seconds)
+        epoch = self._remember(
+            outcome.epoch, request.reason, next(iter(budgets.values()), None), outcome.parked_seconds
+        )
         epoch.plans = {rank: proposal.plan for rank, proposal in proposals.items()}
         epoch.budgets = dict(budgets)
         self._predict(epoch)
@@ -363,7 +365,7 @@ class Coordinator:
         return parked
 
     async def _catch_up(self, member: _Member) -> None:
-        """A worker that did not answer the commit: where it lives, it takes the agreed plan now; a dead one when it joins."""
+        """A worker that did not answer the commit takes the agreed plan now; a dead one does when it joins."""
         try:
             await asyncio.sleep(self._options.poll)
             async with self._one_round:

@@ -1,9 +1,9 @@
 """The step boundary as a gate: control threads close it, the model's thread stands before it.
 
-[Note: the gate] A replan needs the moment at which no step is running. Taking a lock around each step starves
-the waiting side on a busy process; a flag that the model's thread looks at once a step does not. ``close`` sets the flag
-and waits until the model's thread is parked at a boundary, or idle between two leases: an idle thread that starts
-a lease parks at its first boundary. Who closes must open; the model's thread opens by itself after ``patience``
+[Note: the gate] A replan needs the moment at which no step is running. Taking a lock around each step starves the
+waiting side on a busy process; a flag that the model's thread looks at once a step does not. ``close`` sets the
+flag and waits until the model's thread is parked at a boundary, or idle between two leases: an idle thread that
+starts a lease parks at its first boundary. Who closes must open; the model's thread opens by itself after ``patience``
 seconds, so that a coordinator that died between prepare and commit costs a delay, never the job.
 """
 

@@ -107,9 +107,7 @@ class DeviceTelemetry:
             throttle=_reasons(nvml, reasons),
             power_watts=ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
             energy_joules=ask(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3),
-            temperature_celsius=ask(
-                lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-            ),
+            temperature_celsius=ask(lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
             utilisation=ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100),
         )
 

@@ -160,7 +160,7 @@ class Worker:
     @control
     def state(self) -> WorkerState:
         """The worker now. Never waits for the model's thread."""
-        state = {
+        state: dict[str, Any] = {
             "rank": self._start.rank,
             "incarnation": self._incarnation,
             "pid": os.getpid(),
@@ -205,7 +205,7 @@ class Worker:
 
     @control
     def propose(self, round_number: int, budget: Budget, plan: Plan | None, transfer: TransferCurve | None) -> Proposal:
-        """Solve for ``budget`` (or take ``plan`` as it is) on a link with the curve ``transfer``, and check that it fits.
+        """Solve for ``budget`` on a link with the curve ``transfer`` (or take ``plan`` as it is); check that it fits.
 
         Raises BudgetError and what the manager's ``check`` raises; nothing has changed then.
         """

@@ -1,0 +1,138 @@
+"""The workers as the driver sees them: started, set up, fed, and started again when they die."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
+
+from cluster.messages import Item, Lease, WorkerState
+
+logger = logging.getLogger(__name__)
+
+LIVES_WITHOUT_WORK = 3
+"""A worker that dies this often without finishing one lease in between is given up."""
+
+
+class NoWorkers(RuntimeError):
+    """No worker could start, or none is left; the message has the last one's error. ``cause``: that error itself."""
+
+    def __init__(self, message: str, cause: BaseException) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+@dataclass
+class Slot:
+    """One rank. ``in_flight``: its leases in the order in which it was given them, by the reference of the answer."""
+
+    rank: int
+    handle: Any
+    phase: str = "starting"
+    setup: Any = None
+    in_flight: dict[Any, Lease] = field(default_factory=dict)
+    deaths: int = 0
+
+
+class WorkerPool:
+    """``make(rank)`` starts a worker's actor; ``sample`` are items that workers warm up with."""
+
+    def __init__(
+        self, make: Callable[[int], Any], *, workers: int, coordinator: Any, sample: tuple[Item, ...] = ()
+    ) -> None:
+        self._make = make
+        self._sample = sample
+        self.coordinator = coordinator
+        self.slots = [Slot(rank, make(rank)) for rank in range(workers)]
+        for slot in self.slots:
+            self._begin(slot)
+
+    def _begin(self, slot: Slot) -> None:
+        slot.phase = "starting"
+        self.coordinator.enlist.remote(slot.rank, slot.handle)
+        slot.setup = slot.handle.setup.remote(self._sample)
+
+    @property
+    def ready(self) -> list[Slot]:
+        """Slots whose workers take leases now."""
+        return [slot for slot in self.slots if slot.phase == "ready"]
+
+    def references(self) -> list[Any]:
+        """Everything that is being waited for."""
+        waiting = [slot.setup for slot in self.slots if slot.setup is not None]
+        return waiting + [reference for slot in self.slots for reference in slot.in_flight]
+
+    def slot_of(self, reference: Any) -> Slot:
+        """The slot that a reference of ``references`` belongs to."""
+        return next(slot for slot in self.slots if reference is slot.setup or reference in slot.in_flight)
+
+    def lend(self, slot: Slot, lease: Lease) -> None:
+        """Give a worker a lease."""
+        slot.in_flight[slot.handle.run.remote(lease)] = lease
+
+    def settle_setup(self, slot: Slot) -> WorkerState | None:
+        """The end of a worker's set-up: it becomes ready, or is tried again, or given up (None).
+
+        Raises NoWorkers when it was the last one.
+        """
+        reference, slot.setup = slot.setup, None
+        try:
+            state: WorkerState = ray.get(reference)
+            ray.get(self.coordinator.admit.remote(slot.rank), timeout=120)
+        except RayActorError as error:
+            self.lost(slot, error)
+            return None
+        except RayTaskError as error:
+            self._give_up(slot, error)
+            return None
+        slot.phase = "ready"
+        return state
+
+    def lost(self, slot: Slot, error: RayActorError) -> None:
+        """The worker's process is gone: wait for Ray's new one, or make one where Ray has given up."""
+        if slot.phase == "starting" and slot.setup is not None:
+            return
+        slot.deaths += 1
+        self.coordinator.lose.remote(slot.rank, _first_line(error))
+        logger.warning("worker %d is gone (%s)", slot.rank, _first_line(error))
+        if slot.deaths >= LIVES_WITHOUT_WORK:
+            self._give_up(slot, error)
+            return
+        if not isinstance(error, ActorUnavailableError) or isinstance(error, ActorDiedError):
+            slot.handle = self._make(slot.rank)
+        self._begin(slot)
+
+    def worked(self, slot: Slot) -> None:
+        """The worker has finished a lease; earlier deaths are forgiven."""
+        slot.deaths = 0
+
+    def _give_up(self, slot: Slot, error: Exception) -> None:
+        slot.phase, slot.setup = "given up", None
+        logger.error("worker %d is given up: %s", slot.rank, _first_line(error))
+        self.coordinator.dismiss.remote(slot.rank)
+        self.coordinator.event.remote("worker_given_up", {"rank": slot.rank, "error": _first_line(error)})
+        ray.kill(slot.handle)
+        if all(other.phase == "given up" for other in self.slots):
+            cause = getattr(error, "cause", None) or error
+            raise NoWorkers(f"no worker is left; the last one failed with: {_first_line(error)}", cause)
+
+    def close(self, *, timeout: float) -> None:
+        """Workers end their leases at the next step boundary and release the model; what does not is killed."""
+        alive = [slot for slot in self.slots if slot.phase != "given up"]
+        stops = [slot.handle.stop.remote() for slot in alive]
+        closes = [slot.handle.close.remote() for slot in alive]
+        if closes:
+            ray.wait([*stops, *closes], num_returns=len(stops) + len(closes), timeout=timeout)
+        for slot in alive:
+            ray.kill(slot.handle)
+            slot.phase = "given up"
+
+
+def _first_line(error: BaseException) -> str:
+    cause = getattr(error, "cause", None) or error
+    lines = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {lines[0] if lines else ''}"

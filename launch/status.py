@@ -1,0 +1,116 @@
+"""``flextensor status``: a run's workers, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cluster.messages import RunStatus, WorkerState
+from cluster.session import SessionError, find_run
+from launch import words
+
+ANSWER_TIMEOUT = 30.0
+WATCH_INTERVAL = 1.0
+
+
+def show_status(*, address: str | None, namespace: str | None, watch: bool, as_json: bool, console: Console) -> None:
+    """Print a run's status once, or again and again until the run ends or Ctrl-C."""
+    coordinator = find_run(address=address, namespace=namespace)
+
+    def ask() -> RunStatus:
+        status: RunStatus = ask_run(coordinator.status.remote())
+        return status
+
+    if as_json:
+        _print_json(ask, watch, console)
+        return
+    if not watch:
+        console.print(status_view(ask()))
+        return
+    with Live(console=console, refresh_per_second=4) as live:
+        while True:
+            status = ask()
+            live.update(status_view(status))
+            if status.job.finished:
+                return
+            time.sleep(WATCH_INTERVAL)
+
+
+def _print_json(ask: Callable[[], RunStatus], watch: bool, console: Console) -> None:
+    while True:
+        status = ask()
+        print(json.dumps(status_json(status)), file=console.file, flush=True)
+        if not watch or status.job.finished:
+            return
+        time.sleep(WATCH_INTERVAL)
+
+
+def ask_run(reference: Any, timeout: float = ANSWER_TIMEOUT) -> Any:
+    """A coordinator's answer.
+
+    Raises SessionError when it does not come.
+    """
+    try:
+        return ray.get(reference, timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        raise SessionError(f"the run's coordinator did not answer within {timeout:.0f} s; try again") from None
+    except ray.exceptions.RayActorError:
+        raise SessionError("the run has ended") from None
+
+
+def status_json(status: RunStatus) -> dict[str, Any]:
+    """The status as plain data, with the derived figures."""
+    data = asdict(status)
+    for row, state in zip(data["workers"], status.workers, strict=True):
+        row["stall_share"] = state.stall_share
+    data["job"]["tokens_per_second"] = status.job.tokens_per_second
+    return data
+
+
+def status_view(status: RunStatus) -> RenderableType:
+    """The table that people see."""
+    table = Table(title=f"{status.namespace}, epoch {status.epoch}{', paused' if status.paused else ''}")
+    for column in ("worker", "device", "epoch", "phase"):
+        table.add_column(column)
+    for column in ("resident", "streamed/step", "step", "predicted", "stall", "link GB/s", "host memory"):
+        table.add_column(column, justify="right")
+    for state in status.workers:
+        table.add_row(*_row(state))
+    job = status.job
+    lines: list[RenderableType] = [
+        table,
+        Text(
+            f"{job.skipped + job.done}/{job.total} items, {job.failed} failed, {job.tokens_per_second:.1f} tokens/s"
+            + (f"; weights in host memory: {words.size(status.weights_pss_bytes)}" if status.weights_pss_bytes else "")
+        ),
+    ]
+    lines += [Text(missing, style="yellow") for missing in status.missing]
+    return Group(*lines)
+
+
+def _row(state: WorkerState) -> tuple[str, ...]:
+    nominal = state.gpu.link_nominal_bytes_per_second if state.gpu else None
+    link = f"{state.link_bytes_per_second / 1e9:.2f}" + (f" of {nominal / 1e9:.0f}" if nominal else "")
+    device = f"{state.gpu.name} {state.gpu.uuid[-12:]}" if state.gpu else state.device
+    return (
+        str(state.rank),
+        f"{device} on {state.node}",
+        str(state.epoch),
+        state.note or ("paused" if state.paused else state.phase),
+        words.size(state.resident_bytes),
+        words.size(state.streamed_bytes),
+        words.milliseconds(state.step_seconds),
+        words.milliseconds(state.predicted.step_seconds if state.predicted else 0.0),
+        f"{state.stall_share:.0%}",
+        link,
+        words.size(state.host.pss_bytes) if state.host else "-",
+    )

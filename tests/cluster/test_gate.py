@@ -1,0 +1,125 @@
+"""The step gate: who stands when, and that nobody stands for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from cluster.gate import GateTimeout, StepGate, StepStopped
+
+
+class ModelThread:
+    """Runs leases of ``steps`` steps through a gate and counts the steps that it began."""
+
+    def __init__(self, gate: StepGate, steps: int = 10**6, step_seconds: float = 0.001) -> None:
+        self.begun = 0
+        self.error: BaseException | None = None
+        self._gate, self._steps, self._seconds = gate, steps, step_seconds
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._gate.enter()
+        try:
+            for step in range(self._steps):
+                self._gate.boundary(step)
+                self.begun += 1
+                time.sleep(self._seconds)
+        except StepStopped as stopped:
+            self.error = stopped
+        finally:
+            self._gate.leave()
+
+    def join(self) -> None:
+        self._thread.join(5)
+        assert not self._thread.is_alive()
+
+
+def test_no_step_begins_while_the_gate_is_closed() -> None:
+    gate = StepGate()
+    thread = ModelThread(gate)
+    for number in range(1, 6):
+        gate.close(number, timeout=5)
+        assert gate.is_closed_by(number)
+        begun = thread.begun
+        time.sleep(0.02)
+        assert thread.begun == begun
+        gate.open(number)
+        deadline = time.monotonic() + 5
+        while thread.begun == begun and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert thread.begun > begun
+    gate.stop()
+    thread.join()
+
+
+def test_an_idle_thread_counts_as_standing_and_parks_at_its_first_step() -> None:
+    gate = StepGate()
+    assert gate.close(1, timeout=0.1) < 0.1
+    thread = ModelThread(gate, steps=3)
+    time.sleep(0.05)
+    assert thread.begun == 0 and gate.parked
+    gate.open(1)
+    thread.join()
+    assert thread.begun == 3
+
+
+def test_close_gives_up_on_a_step_that_does_not_end_and_leaves_the_gate_open() -> None:
+    gate = StepGate()
+    thread = ModelThread(gate, steps=1, step_seconds=0.5)
+    time.sleep(0.05)
+    with pytest.raises(GateTimeout, match=r"0\.1 s"):
+        gate.close(1, timeout=0.1)
+    assert not gate.is_closed_by(1)
+    thread.join()
+    assert thread.begun == 1
+
+
+def test_a_closer_that_vanished_costs_patience_only() -> None:
+    gate = StepGate(patience=0.1)
+    thread = ModelThread(gate, steps=3)
+    gate.close(1, timeout=5)
+    thread.join()
+    assert thread.begun == 3
+    assert not gate.is_closed_by(1), "a late commit must see that nobody stands any more"
+
+
+def test_pause_outlasts_patience_and_a_round_in_the_middle() -> None:
+    gate = StepGate(patience=0.05)
+    thread = ModelThread(gate)
+    gate.pause()
+    time.sleep(0.2)
+    begun = thread.begun
+    assert gate.parked
+    gate.close(1, timeout=0.1)
+    gate.open(1)
+    time.sleep(0.05)
+    assert thread.begun == begun
+    gate.resume()
+    time.sleep(0.05)
+    assert thread.begun > begun
+    gate.stop()
+    thread.join()
+    assert thread.error is not None
+
+
+def test_opening_an_older_round_does_not_open_a_newer_one() -> None:
+    gate = StepGate()
+    gate.close(5, timeout=0.1)
+    gate.open(4)
+    assert gate.is_closed_by(5)
+
+
+def test_a_hang_shows_as_busy_seconds_and_standing_does_not() -> None:
+    gate = StepGate()
+    thread = ModelThread(gate, steps=2, step_seconds=0.2)
+    time.sleep(0.15)
+    assert gate.busy_seconds() > 0.1
+    gate.pause()
+    time.sleep(0.2)
+    assert gate.parked and gate.busy_seconds() == 0
+    gate.resume()
+    thread.join()
+    assert gate.busy_seconds() == 0
