@@ -6,6 +6,7 @@ The weights are the GGUF's, dequantised to float32: every number that its blocks
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib.util
 import json
 import logging
@@ -13,7 +14,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +79,30 @@ def convert_gguf(source_dir: str | Path, gguf_file: str, target_dir: str | Path)
     if importlib.util.find_spec("gguf") is None:
         raise TaskInputError("reading GGUF needs the package gguf; run: pip install gguf")
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        _write(source, gguf_file, beside)
-        _put_in_place(beside, target)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with _only_one(target.parent):
+        if is_model(target):
+            return target
+        # With the lock held, whatever lies beside was left by a process that died.
+        for left in target.parent.glob(f".{target.name}.part-*"):
+            shutil.rmtree(left)
+        beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.part-", dir=target.parent))
+        try:
+            _write(source, gguf_file, beside)
+            os.rename(beside, target)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
     return target
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """One process at a time converts into a folder; the kernel drops the lock of one that dies."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _write(source: Path, gguf_file: str, folder: Path) -> None:
@@ -127,15 +146,6 @@ def _drop_machine_settings(file: Path) -> None:
     for key in ("is_local", "local_files_only"):
         settings.pop(key, None)
     file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-
-
-def _put_in_place(beside: Path, target: Path) -> None:
-    try:
-        os.rename(beside, target)
-    except OSError:
-        # Another process was faster; its result is the same.
-        if not is_model(target):
-            raise
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

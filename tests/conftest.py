@@ -1,0 +1,36 @@
+"""What all tests share: a quiet environment, and which tests this machine can run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Before anything imports transformers or Ray: no call leaves the machine, no token is written to the user's home.
+for _name, _value in {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in on_gpu:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``FT_*`` variables of the caller's shell would change what is tested."""
+    for name in [name for name in os.environ if name.startswith("FT_")]:
+        monkeypatch.delenv(name)
