@@ -463,9 +463,14 @@ class Coordinator:
         ``old`` is given where both plans had the same budgets: a plan for less memory may be slower.
         """
         before = {m.rank: m.state.steps for m in self._joined() if m.state is not None}
+        number = epoch.record.epoch
         while self._epoch == epoch.record.epoch:
             await asyncio.sleep(self._options.poll)
             states = [m.state for m in self._joined() if m.state is not None]
+            refused = [state for state in states if state.refusal and state.epoch < number]
+            if refused and len(self._history) > 1:
+                await self._roll_back_from(number, f"worker {refused[0].rank} could not: {refused[0].refusal}")
+                return
             if states and all(s.steps - before.get(s.rank, s.steps) >= self._options.rollback_steps for s in states):
                 break
         else:
@@ -482,12 +487,16 @@ class Coordinator:
         if old is None or margin is None or old.record.measured_step_seconds <= 0:
             return
         if measured > old.record.measured_step_seconds * (1 + margin):
-            async with self._one_round:
-                if self._epoch == epoch.record.epoch:
-                    await self._rollback(
-                        f"epoch {epoch.record.epoch} takes {measured * 1e3:.1f} ms a step, "
-                        f"the one before took {old.record.measured_step_seconds * 1e3:.1f} ms"
-                    )
+            await self._roll_back_from(
+                number,
+                f"epoch {number} takes {measured * 1e3:.1f} ms a step, "
+                f"the one before took {old.record.measured_step_seconds * 1e3:.1f} ms",
+            )
+
+    async def _roll_back_from(self, number: int, reason: str) -> None:
+        async with self._one_round:
+            if self._epoch == number:
+                await self._rollback(reason)
 
     async def _learn_from_workers(self) -> None:
         """After a restart: the run's state is what the workers say."""

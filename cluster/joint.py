@@ -7,29 +7,21 @@ from collections.abc import Iterable
 from cluster.messages import Measurement
 from flextensor.profile import TransferCurve
 
-
-def shared_curve(measurement: Measurement) -> TransferCurve:
-    """The transfer curve to plan with: the profiled one, slowed (or sped up) to the rate that the worker gets now.
-
-    The rate is the better of two that are both too low at times: the measured one shares the link with the worker's
-    own running copies, which a new plan replaces; the live one is of copies that may be small.
-    """
-    rate = max(measurement.measured.bandwidth, measurement.live_bytes_per_second)
-    if rate <= 0:
-        return measurement.profiled
-    return measurement.profiled.scaled(measurement.profiled.bandwidth / rate)
+HOST_DEVICE = "host"
 
 
 def shared_curves(measurements: Iterable[Measurement]) -> dict[int, TransferCurve]:
-    """``shared_curve`` a rank. Workers on the same device get the same rate: one link serves them in turn."""
+    """The transfer curve to plan with, a rank. Workers on the same GPU get the slowest one of theirs.
+
+    One link serves them in turn, so what one got beyond its share is what another lacked. Host devices have a link
+    each.
+    """
     by_device: dict[tuple[str, str], list[Measurement]] = {}
     for one in measurements:
-        by_device.setdefault((one.node, one.device), []).append(one)
+        own = f"{HOST_DEVICE} of {one.rank}" if one.device == HOST_DEVICE else one.device
+        by_device.setdefault((one.node, own), []).append(one)
     curves: dict[int, TransferCurve] = {}
-    for (_, device), group in by_device.items():
-        own = {one.rank: shared_curve(one) for one in group}
-        if device != "host" and len(group) > 1:
-            slowest = min(own.values(), key=lambda curve: curve.bandwidth)
-            own = dict.fromkeys(own, slowest)
-        curves |= own
+    for group in by_device.values():
+        slowest = min((one.transfer for one in group), key=lambda curve: curve.bandwidth)
+        curves |= {one.rank: slowest for one in group}
     return curves

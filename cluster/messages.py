@@ -91,6 +91,8 @@ class WorkerState:
 
     incarnation grows when the process is started again. busy_seconds: how long the model's thread has been without
     a step boundary or a finished lease (0 when idle or parked); it grows without bound when the worker hangs.
+    refusal: why the last committed plan could not be put in force (the one before is then).
+    weight_bytes, resident_bytes: on the device, weights that no plan manages included; so does total_bytes.
     """
 
     rank: int
@@ -103,6 +105,7 @@ class WorkerState:
     epoch: int = 0
     paused: bool = False
     parked: bool = False
+    refusal: str = ""
     busy: bool = False
     busy_seconds: float = 0.0
     lease: int | None = None
@@ -140,14 +143,12 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A worker's link: the curve that it was profiled with, and measured now beside the running steps."""
+    """A worker's link, measured now beside the running steps. ``device``: the same text on one node: one link."""
 
     rank: int
     node: str
     device: str
-    profiled: TransferCurve
-    measured: TransferCurve
-    live_bytes_per_second: float
+    transfer: TransferCurve
 
 
 @dataclass(frozen=True)

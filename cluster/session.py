@@ -1,7 +1,8 @@
 """A run's Ray: a local one started for it, or a running cluster; and how other terminals find the run.
 
 A local Ray listens on 127.0.0.1 only, and a run file in the user's own runtime directory tells ``status`` and
-``replan`` its address and namespace. The file is held by a lock that ends with the run, so a leftover is told from a live one.
+``replan`` its address and namespace. The file is held by a lock that ends with the run, so a leftover is told from a
+live one.
 """
 
 from __future__ import annotations

@@ -193,15 +193,8 @@ class Worker:
         """Measure the link now, beside the running steps and, called on all at once, beside the other workers."""
         manager = self._ready()
         self._admit(round_number)
-        measured: TransferCurve = manager.measure_transfer()
-        return Measurement(
-            rank=self._start.rank,
-            node=socket.gethostname(),
-            device=self._device,
-            profiled=manager.profile.transfer,
-            measured=measured,
-            live_bytes_per_second=manager.live().link_bytes_per_second,
-        )
+        transfer: TransferCurve = manager.measure_transfer()
+        return Measurement(self._start.rank, socket.gethostname(), self._device, transfer)
 
     @control
     def propose(self, round_number: int, budget: Budget, plan: Plan | None, transfer: TransferCurve | None) -> Proposal:
@@ -322,6 +315,7 @@ def _engine_state(manager: Any) -> dict[str, Any]:
     plan, live = manager.plan, manager.live()
     state: dict[str, Any] = {
         "epoch": manager.epoch,
+        "refusal": manager.refusal,
         "copied_bytes_total": live.copied_bytes_total,
         "step_seconds": live.step_seconds,
         "stall_seconds": live.stall_seconds,
@@ -329,12 +323,12 @@ def _engine_state(manager: Any) -> dict[str, Any]:
         "transfer_seconds": live.transfer_seconds,
         "link_bytes_per_second": live.link_bytes_per_second,
     }
-    if manager.profile is not None:
-        state["total_bytes"] = manager.profile.total_bytes
-    if plan is not None:
+    if manager.profile is not None and plan is not None:
+        other = manager.profile.other_bytes
         state |= {
-            "weight_bytes": plan.weight_bytes,
-            "resident_bytes": plan.resident_bytes,
+            "total_bytes": manager.profile.total_bytes + other,
+            "weight_bytes": plan.weight_bytes + other,
+            "resident_bytes": plan.resident_bytes + other,
             "streamed_bytes": plan.streamed_bytes,
             "predicted": plan.prediction,
         }
