@@ -1,5 +1,7 @@
 """The host weights: one immutable, unit-addressed file a model; private or shared; loading; pinning."""
 
+from flextensor.store.checkpoint import SafetensorsSource
+from flextensor.store.election import StoreProgress
 from flextensor.store.errors import (
     MissingWeightError,
     StoreAccessError,
@@ -20,24 +22,32 @@ from flextensor.store.layout import (
 )
 from flextensor.store.private import adopt_store, private_store
 from flextensor.store.report import PinReport, StoreReport
+from flextensor.store.shared import SharedStore, shared_store
+from flextensor.store.sources import TensorSource, WeightSource
 
 __all__ = [
     "HostStore",
     "Layout",
     "MissingWeightError",
     "PinReport",
+    "SafetensorsSource",
+    "SharedStore",
     "StoreAccessError",
     "StoreClosedError",
     "StoreCorruptError",
     "StoreError",
+    "StoreProgress",
     "StoreReport",
     "StoreSpaceError",
     "StoreTimeoutError",
     "StoredTensor",
+    "TensorSource",
     "UnitSpec",
+    "WeightSource",
     "WeightSpec",
     "adopt_store",
     "is_dense",
     "make_layout",
     "private_store",
+    "shared_store",
 ]

@@ -47,6 +47,11 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
         return flat.view(torch.uint8)
 
 
+def buffer_of(raw: torch.Tensor) -> memoryview:
+    """The bytes of a uint8 host tensor as a writable buffer; no copy."""
+    return raw.numpy().data
+
+
 def pss_bytes(pid: int, matches: Iterable[tuple[str, int]] = (), address: tuple[int, int] | None = None) -> int:
     """Proportional set size of a process's mappings: of files given as (``major:minor``, inode), or of those that
     begin inside ``address`` (start, end). Bytes.
