@@ -26,7 +26,9 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of device work."""
+    """A queue of device work. ``key`` tells two streams apart."""
+
+    key: int
 
     def record(self, event: Any) -> None:
         """Mark the work queued so far."""
@@ -79,6 +81,9 @@ class Device(Protocol):
 
     def is_capturing(self) -> bool:
         """True while the compute stream records a CUDA graph."""
+
+    def release_cached(self) -> None:
+        """Give cached blocks back to the system, so that an arena of another size fits."""
 
     def close(self) -> None:
         """Stop the device's threads."""

@@ -1,0 +1,186 @@
+"""The functions of ``import flextensor``: one call each to the named manager, and the way in, ``offload``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flextensor import registry
+from flextensor.config import ConfigError, OffloadConfig, load_config
+from flextensor.hosting import Hosting
+from flextensor.manager import OffloadManager
+from flextensor.modules import is_offloaded
+from flextensor.registry import DEFAULT_NAME, get_offload_manager
+from flextensor.runtime.device import Device
+from flextensor.runtime.timing import VisitSummary
+from flextensor.store.sources import WeightSource
+from flextensor.units import OffloadError, select
+
+logger = logging.getLogger(__name__)
+
+
+def make_device(config: OffloadConfig) -> Device:
+    """The device that ``config.gpu_device`` names. Raises ConfigError when it does not exist here."""
+    wanted = config.gpu_device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "host"
+    if wanted == "host":
+        from flextensor.runtime.host import HostDevice
+
+        return HostDevice(
+            memory_bytes=config.host_memory_bytes, link_bytes_per_second=config.host_link_bytes_per_second
+        )
+    from flextensor.runtime.cuda import CudaDevice
+
+    text = str(wanted)
+    index = text.removeprefix("cuda").removeprefix(":")
+    if not (text.isdigit() or text == "cuda" or (text.startswith("cuda:") and index.isdigit())):
+        raise ConfigError(f"gpu_device = {wanted!r}: expected 'auto', 'host', 'cuda', 'cuda:N' or an index")
+    try:
+        return CudaDevice(int(index) if index else None, external_events=config.offload_timing == "cuda_graph")
+    except RuntimeError as error:
+        raise ConfigError(f"gpu_device = {wanted!r}: {error}") from None
+
+
+def offload(
+    model: nn.Module,
+    config: OffloadConfig | None = None,
+    compile_fn: Callable[[nn.Module], nn.Module] | None = None,
+    *,
+    name: str = DEFAULT_NAME,
+    source: WeightSource | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> nn.Module:
+    """Make ``model`` run on a device that holds only part of its weights; returns the same object.
+
+    compile_fn: applied to each unit (``torch.compile`` or any module -> module callable).
+    name: of the manager; several models can be offloaded at once under different names.
+    source: where the weights come from when the model's parameters are on the meta device.
+
+    Raises OffloadError for a compiled or already offloaded model, patterns that match nothing and weights that cannot
+    follow; ConfigError for settings that cannot be used; BudgetError when the budget is below the least that works.
+    """
+    config = load_config() if config is None else config
+    _refuse_compiled(model)
+    if any(is_offloaded(module) for module in model.modules()):
+        raise OffloadError("the model is offloaded already; call flextensor.release() first")
+    device = make_device(config)
+    if not config.enabled:
+        return model.to(device.torch_device)
+    if name in registry.names():
+        raise OffloadError(f"there is an offload manager named {name!r} already; pass another name=, or release() it")
+    if compile_fn is not None and config.external_compile:
+        raise ConfigError("external_compile = True and compile_fn exclude each other: who compiles?")
+    selection = select(model, config)
+    if not selection.units:
+        raise OffloadError("include_patterns is empty: name the modules to offload, for example ['model.layers.*']")
+    hosting = Hosting(model, selection, config, device, name=name, source=source, progress=progress)
+    manager = OffloadManager(model, selection, hosting, device, config, name=name, compile_fn=compile_fn)
+    registry.add(manager)
+    stored = manager.storage_path()
+    if stored is not None and stored.exists():
+        manager.load_profile(stored)
+    if selection.unmatched:
+        nbytes = sum(weight.nbytes for weight in selection.unmatched)
+        logger.info("%d weights (%d bytes) are in no unit and stay on the device", len(selection.unmatched), nbytes)
+    return model
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
+            raise OffloadError(
+                f"module {name or '(root)'} is compiled already: offload first, then compile, with offload(..., "
+                "compile_fn=...) or OffloadConfig(external_compile=True)"
+            )
+
+
+def offload_from_profile(
+    model: nn.Module, path: str | Path, config: OffloadConfig | None = None, **settings: Any
+) -> nn.Module:
+    """``offload`` with a saved profile: the first call already streams by a plan. Raises ProfileMismatch as well."""
+    model = offload(model, config, **settings)
+    manager = get_offload_manager(settings.get("name", DEFAULT_NAME))
+    try:
+        manager.load_profile(path)
+    except BaseException:
+        manager.release()
+        raise
+    return model
+
+
+def release(name: str = DEFAULT_NAME) -> None:
+    """Make the model of that manager plain again and give all memory back."""
+    get_offload_manager(name).release()
+
+
+def offload_units(name: str = DEFAULT_NAME) -> list[tuple[str, nn.Module]]:
+    """(name, module) of the units that stream."""
+    return get_offload_manager(name).offload_units()
+
+
+def resident_units(name: str = DEFAULT_NAME) -> list[tuple[str, nn.Module]]:
+    """(name, module) of the units that stay on the device."""
+    return get_offload_manager(name).resident_units()
+
+
+def reset_offload_timing(name: str = DEFAULT_NAME) -> None:
+    """Forget timing samples."""
+    get_offload_manager(name).reset_offload_timing()
+
+
+def update_offload_timing(name: str = DEFAULT_NAME) -> bool:
+    """After a CUDA graph's replay: take its times."""
+    return get_offload_manager(name).update_offload_timing()
+
+
+def collect_offload_timing(name: str = DEFAULT_NAME) -> list[VisitSummary]:
+    """Transfer, compute and wait of each visit."""
+    return get_offload_manager(name).collect_offload_timing()
+
+
+def save_profile(path: str | Path, name: str = DEFAULT_NAME) -> None:
+    """Write the manager's profile."""
+    get_offload_manager(name).save_profile(path)
+
+
+def load_profile(path: str | Path, name: str = DEFAULT_NAME) -> None:
+    """Take a saved profile; raises ProfileMismatch when it does not fit."""
+    get_offload_manager(name).load_profile(path)
+
+
+def clear_profiling_durations(name: str = DEFAULT_NAME) -> None:
+    """Forget what was profiled so far."""
+    get_offload_manager(name).clear_profiling_durations()
+
+
+def resume_profiling(name: str = DEFAULT_NAME) -> None:
+    """Undo ``pause_profiling``."""
+    get_offload_manager(name).resume_profiling()
+
+
+def pause_profiling(name: str = DEFAULT_NAME) -> None:
+    """Steps are no samples until ``resume_profiling``."""
+    get_offload_manager(name).suspend_profiling()
+
+
+@contextlib.contextmanager
+def suspend_profiling(name: str = DEFAULT_NAME) -> Iterator[None]:
+    """``with suspend_profiling(): ...``: steps inside are no samples and do not advance the life cycle."""
+    manager = get_offload_manager(name)
+    manager.suspend_profiling()
+    try:
+        yield
+    finally:
+        manager.resume_profiling()
+
+
+def get_gpu_memory_usage(name: str = DEFAULT_NAME) -> dict[str, int]:
+    """Bytes on the device; see ``OffloadManager.get_gpu_memory_usage``."""
+    return get_offload_manager(name).get_gpu_memory_usage()

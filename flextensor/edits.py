@@ -1,0 +1,84 @@
+"""Weights that change while a model is offloaded: seen at the next step, or made through the documented way.
+
+Each weight's tensor object and version are known. A parameter that was replaced by one of the same form is taken under
+management; anything else that would be lost at the next fetch is refused with the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from flextensor.units import OffloadError, Weight
+
+REMEDY = "change weights through `with manager.edit_weights(name) as tensors:`"
+
+
+@dataclass
+class _Watched:
+    weight: Weight
+    owner: nn.Module
+    registry: dict[str, torch.Tensor | None]
+    attribute: str
+    tensor: torch.Tensor
+    version: int
+
+
+class WeightWatch:
+    """Knows the tensors of the managed weights and sees at a step's start what the caller did to them."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self._entries: list[_Watched] = []
+        for weight in weights:
+            self._watch(weight)
+
+    def _watch(self, weight: Weight) -> None:
+        for owner, attribute in weight.places:
+            registry = owner._buffers if attribute in owner._buffers else owner._parameters
+            self._entries.append(
+                _Watched(weight, owner, registry, attribute, weight.tensor, weight.tensor._version)
+            )
+
+    def changed(self) -> list[_Watched]:
+        """Entries whose tensor is another object or was written in place since it was last looked at."""
+        return [
+            entry
+            for entry in self._entries
+            if entry.registry.get(entry.attribute) is not entry.tensor or entry.tensor._version != entry.version
+        ]
+
+    def replacement(self, entry: _Watched) -> torch.Tensor | None:
+        """The tensor that the caller put in the entry's place; None when it was only written in place.
+
+        Raises OffloadError when it is of another form.
+        """
+        new = entry.registry.get(entry.attribute)
+        if new is entry.tensor:
+            return None
+        old = entry.weight.tensor
+        if new is None or new.shape != old.shape or new.dtype != old.dtype:
+            found = "nothing" if new is None else f"{tuple(new.shape)} {new.dtype}"
+            raise OffloadError(
+                f"weight {entry.weight.name!r} was replaced by {found}, but its place in the plan is for "
+                f"{tuple(old.shape)} {old.dtype}; call flextensor.release(), change the model, and offload it again"
+            )
+        return new
+
+    def adopt(self, entry: _Watched, new: torch.Tensor) -> None:
+        """Put ``new`` in every place of the weight and watch it from now on."""
+        weight = entry.weight
+        weight.tensor = new
+        for owner, attribute in weight.places:
+            registry = owner._buffers if attribute in owner._buffers else owner._parameters
+            registry[attribute] = new  # type: ignore[assignment]
+        self._entries = [other for other in self._entries if other.weight is not weight]
+        self._watch(weight)
+
+    def accept(self, weight: Weight) -> None:
+        """What was written to the weight is known."""
+        for entry in self._entries:
+            if entry.weight is weight:
+                entry.version = entry.tensor._version

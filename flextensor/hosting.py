@@ -1,0 +1,233 @@
+"""Where each of a model's tensors lives: units' weights in the host store, everything else on the device.
+
+``Hosting`` opens the store (private, adopted in place, or the node's shared one), points the weights at it, moves
+unmatched weights and buffers to the device, and undoes all that at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from flextensor.config import OffloadConfig
+from flextensor.planner.plan import BudgetError
+from flextensor.runtime.device import Device
+from flextensor.store import HostStore, UnitSpec, WeightSpec, adopt_store, is_dense, private_store
+from flextensor.store.sources import WeightSource
+from flextensor.units import CHANGED_BY_FORWARD, ROOT_UNIT, OffloadError, Selection, Weight
+
+logger = logging.getLogger(__name__)
+
+
+class Hosting:
+    """managed: the units' weights, in the store's order. other_bytes: device memory of everything else of the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        selection: Selection,
+        config: OffloadConfig,
+        device: Device,
+        *,
+        name: str,
+        source: WeightSource | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.other_bytes = 0
+        self._selection = selection
+        self._device = device
+        stored = list(dict.fromkeys(w for unit in selection.units for w in unit.weights if _storable(w)))
+        self._others = list(
+            dict.fromkeys(w for unit in selection.units for w in unit.weights if w not in set(stored))
+        ) + list(selection.unmatched)
+        for unit in selection.units:
+            unit.weights = [weight for weight in unit.weights if _storable(weight)]
+        units = [UnitSpec(unit.name, tuple(_spec(w) for w in unit.weights)) for unit in selection.units if unit.weights]
+        if source is not None:
+            from_source = [w for w in self._others if w.tensor.is_meta and w.nbytes]
+            units.append(UnitSpec(ROOT_UNIT, tuple(_spec(w) for w in from_source)))
+        self.store = _open_store(units, stored, config, name=name, source=source, progress=progress)
+        by_name = {weight.name: weight for weight in stored}
+        self.managed = [by_name[t.name] for t in self.store.layout.tensors if t.name in by_name]
+        if source is not None:
+            for weight in (*stored, *self._others):
+                _leave_meta(weight, self.store)
+        elif config.shm_enabled:
+            for weight in stored:
+                weight.tensor.data = self.store.tensor(weight.name)
+        if config.pinned_memory and device.torch_device.type == "cuda":
+            self.store.pin(device.torch_device)
+        self._move_others()
+
+    # ---- what is not streamed
+
+    def _move_others(self) -> None:
+        """Unmatched weights and buffers to the device; tensors in one storage stay in one."""
+        moved: dict[int, torch.Tensor] = {}
+        try:
+            for tensor in self._other_tensors():
+                tensor.data = self._to_device(tensor, moved)
+        except torch.OutOfMemoryError as error:
+            total = sum(_storage_bytes(self._other_tensors()).values())
+            self.store.close()
+            raise BudgetError(
+                f"weights of no unit take {total} bytes, more than {self._device.name} has free: match more modules "
+                f"with include_patterns ({error})",
+                total,
+            ) from None
+
+    def _other_tensors(self) -> list[torch.Tensor]:
+        weights = [weight.tensor for weight in self._others]
+        buffers = [module._buffers[attribute] for module, attribute, _ in self._selection.buffers]
+        return [*weights, *(buffer for buffer in buffers if buffer is not None)]
+
+    def _to_device(self, tensor: torch.Tensor, moved: dict[int, torch.Tensor]) -> torch.Tensor:
+        if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+            return tensor.detach().to(self._device.torch_device)
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if not storage.nbytes():
+            return tensor.detach().to(self._device.torch_device)
+        if key not in moved:
+            with torch.inference_mode(False):
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                moved[key] = self._device.allocate(storage.nbytes())
+                moved[key].copy_(whole)
+            self.other_bytes += storage.nbytes()
+        with torch.inference_mode(False):
+            typed = moved[key][: storage.nbytes() // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
+            return typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    # ---- state_dict and the end
+
+    def install_state_dict_hooks(self) -> list[Callable[[], None]]:
+        """``state_dict()`` gives real weights, ``load_state_dict()`` is refused; returns what removes the hooks."""
+        by_owner: dict[nn.Module, dict[str, Weight]] = {}
+        for weight in self.managed:
+            for owner, attribute in weight.places:
+                by_owner.setdefault(owner, {})[attribute] = weight
+        removers = []
+        for owner, weights in by_owner.items():
+            removers.append(owner.register_state_dict_post_hook(self._fill_state_dict(weights)).remove)
+            removers.append(owner.register_load_state_dict_pre_hook(_refuse_load).remove)
+        return removers
+
+    def _fill_state_dict(self, weights: Mapping[str, Weight]) -> Callable[..., None]:
+        def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            for attribute, weight in weights.items():
+                if prefix + attribute in state:
+                    state[prefix + attribute] = self.current_value(weight)
+
+        return hook
+
+    def current_value(self, weight: Weight) -> torch.Tensor:
+        """A copy of the weight in host memory, as the model would read it now."""
+        if weight.resident_reason == CHANGED_BY_FORWARD:
+            return weight.tensor.detach().to("cpu", copy=True)
+        return self.store.tensor(weight.name).detach().clone()
+
+    def give_back(self, device: Device) -> None:
+        """All tensors to plain host memory, the store closed."""
+        for weight in self.managed:
+            value = self.store.tensor(weight.name)
+            weight.tensor.data = value.clone() if self.store.shared else value
+        moved: dict[int, torch.Tensor] = {}
+        for tensor in self._other_tensors():
+            tensor.data = _to_plain_host(tensor, moved)
+        self.other_bytes = 0
+        self.store.close()
+        device.release_cached()
+
+
+def _open_store(
+    units: Sequence[UnitSpec],
+    stored: Iterable[Weight],
+    config: OffloadConfig,
+    *,
+    name: str,
+    source: WeightSource | None,
+    progress: Callable[[str], None] | None,
+) -> HostStore:
+    tensors = {weight.name: weight.tensor for weight in stored}
+    if config.shm_enabled or source is not None:
+        from flextensor.store import TensorSource, shared_store
+
+        return shared_store(
+            units,
+            source or TensorSource(tensors),
+            namespace=config.shm_namespace,
+            directory=config.shm_dir,
+            wait_timeout=config.shm_wait_timeout,
+            progress=progress,
+        )
+    if config.transfer_mode == "raw_block_transfer":
+        return adopt_store(units, {name: _on_host(tensor) for name, tensor in tensors.items()})
+
+    def consume(name: str, view: torch.Tensor) -> None:
+        tensors[name].data = view
+
+    return private_store(units, tensors, consume=consume)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        tensor.data = tensor.data.cpu()
+    return tensor
+
+
+def _storable(weight: Weight) -> bool:
+    tensor = weight.tensor
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and weight.nbytes > 0
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and is_dense(tuple(tensor.shape), tuple(tensor.stride()))
+        and weight.resident_reason != "shares memory with another weight"
+    )
+
+
+def _spec(weight: Weight) -> WeightSpec:
+    tensor = weight.tensor
+    return WeightSpec(weight.name, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def _leave_meta(weight: Weight, store: HostStore) -> None:
+    """A real parameter in every place of one that was on the meta device."""
+    if not weight.tensor.is_meta:
+        return
+    with torch.inference_mode(False):
+        data = store.tensor(weight.name) if weight.nbytes else torch.empty(weight.tensor.shape, dtype=weight.tensor.dtype)
+        real = nn.Parameter(data, requires_grad=False)
+    for owner, attribute in weight.places:
+        owner._parameters[attribute] = real
+    weight.tensor = real
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def _to_plain_host(tensor: torch.Tensor, moved: dict[int, torch.Tensor]) -> torch.Tensor:
+    if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return tensor.detach().cpu()
+    storage = tensor.untyped_storage()
+    with torch.inference_mode(False):
+        if storage.data_ptr() not in moved:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            moved[storage.data_ptr()] = torch.empty(storage.nbytes(), dtype=torch.uint8).copy_(whole)
+        whole = moved[storage.data_ptr()]
+        typed = whole[: storage.nbytes() // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
+        return typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _refuse_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    raise OffloadError(
+        f"load_state_dict() on an offloaded model would write to slots (at {prefix or 'the root'}); change weights "
+        "through manager.edit_weights(), or release(), load, and offload again"
+    )

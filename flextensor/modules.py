@@ -1,0 +1,134 @@
+"""How units and the root call into the manager: a subclass of the module's own class, made on the fly.
+
+An offloaded module keeps its object, its attributes and its class's name; ``isinstance`` holds. Only ``__call__`` is
+new (so that the module's hooks run with its weights there), and what would read or move weights behind the manager's
+back is refused with the remedy. All modules of one class share one subclass, so that compiled code is shared too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from flextensor.runtime import ops
+from flextensor.units import OffloadError
+
+HANDLE = "_offload_handle"
+
+
+class Runner(Protocol):
+    """What the manager gives a module: how a call of it runs."""
+
+    def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``call(*args, **kwargs)``, the module's own call, with everything around it."""
+
+
+def offload_module(module: nn.Module, handle: Runner) -> None:
+    """Route calls of ``module`` through ``handle``."""
+    module.__dict__[HANDLE] = handle
+    module.__class__ = offloaded_class(type(module))
+
+
+def restore_module(module: nn.Module) -> None:
+    """Make it the plain module that it was."""
+    if is_offloaded(module):
+        module.__class__ = type(module).__mro__[1]
+        module.__dict__.pop(HANDLE, None)
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """True for a unit or root of an offloaded model."""
+    return HANDLE in module.__dict__
+
+
+def plain_twin(module: nn.Module) -> nn.Module:
+    """An object of the module's own class that shares all its state (one ``__dict__``): what compilers are given."""
+    twin = object.__new__(type(module).__mro__[1])
+    object.__setattr__(twin, "__dict__", module.__dict__)
+    return twin
+
+
+@functools.cache
+def offloaded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of ``cls`` whose calls go through the module's handle."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._offload_handle.run(self, functools.partial(cls.__call__, self), args, kwargs)
+
+    def _apply(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
+        raise OffloadError(
+            f"{cls.__name__} is offloaded: .to(), .cuda(), .half() and their kin would move weights behind the "
+            "manager's back; call flextensor.release() first, or set device and dtype before offload()"
+        )
+
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
+        raise OffloadError(
+            f"{cls.__name__} is offloaded and cannot be copied: its weights are not in the module; copy it before "
+            "offload(), or load its state_dict() into a new module"
+        )
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> NoReturn:
+        raise OffloadError(
+            f"{cls.__name__} is offloaded and cannot be pickled or saved whole: save its state_dict(), which has the "
+            "real weights"
+        )
+
+    body = {
+        "__call__": __call__,
+        "_apply": _apply,
+        "__deepcopy__": __deepcopy__,
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    return type(cls.__name__, (cls,), body)
+
+
+class UnitHandle:
+    """A unit's way to its manager. ``enter(args, kwargs)``, ``leave()`` and ``abort()`` are the manager's."""
+
+    def __init__(
+        self,
+        name: str,
+        enter: Callable[[tuple[Any, ...], dict[str, Any]], None],
+        leave: Callable[[], None],
+        abort: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.compiled: Callable[..., Any] | None = None
+        """Runs instead of the module's own call, when ``compile_fn`` made it."""
+        self._enter, self._leave, self._abort = enter, leave, abort
+        self.unit = ops.register_boundary(self)
+
+    def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return _run_traced(module, self.unit, call, args, kwargs)
+        self._enter(args, kwargs)
+        try:
+            result = (self.compiled or call)(*args, **kwargs)
+        except BaseException:
+            self._abort()
+            raise
+        self._leave()
+        return result
+
+    def enter_traced(self) -> None:
+        self._enter((), {})
+
+    def exit_traced(self) -> None:
+        self._leave()
+
+
+def _run_traced(
+    module: nn.Module, unit: torch.Tensor, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    weights = list(module.parameters())
+    torch.ops.flextensor.pre_compute(weights, unit)
+    result = call(*args, **kwargs)
+    torch.ops.flextensor.post_compute(weights, unit)
+    return result

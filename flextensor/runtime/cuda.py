@@ -1,0 +1,104 @@
+"""The CUDA device: streams, events and memory of one GPU through torch.cuda."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class CudaEvent:
+    """A torch.cuda.Event with seconds; ``external`` events can be recorded inside a CUDA graph and read after it."""
+
+    __slots__ = ("raw",)
+
+    def __init__(self, *, timed: bool, external: bool = False) -> None:
+        options: dict[str, Any] = {"external": True} if external else {}
+        self.raw = torch.cuda.Event(enable_timing=timed, **options)
+
+    def query(self) -> bool:
+        return bool(self.raw.query())
+
+    def synchronize(self) -> None:
+        self.raw.synchronize()
+
+    def elapsed_seconds(self, end: CudaEvent) -> float:
+        return float(self.raw.elapsed_time(end.raw)) * 1e-3
+
+
+class CudaStream:
+    """A CUDA stream: the caller's current one, or one of our own for copies. ``key`` tells two streams apart."""
+
+    __slots__ = ("key", "raw")
+
+    def __init__(self, raw: torch.cuda.Stream) -> None:
+        self.raw = raw
+        self.key = raw.cuda_stream
+
+    def record(self, event: CudaEvent) -> None:
+        event.raw.record(self.raw)
+
+    def wait(self, event: CudaEvent) -> None:
+        self.raw.wait_event(event.raw)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self.raw):
+            destination.copy_(source, non_blocking=True)
+
+    def synchronize(self) -> None:
+        self.raw.synchronize()
+
+
+class CudaDevice:
+    """One GPU. Raises RuntimeError where there is none of that index."""
+
+    def __init__(self, index: int | None = None, *, external_events: bool = False) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError("no CUDA device is available; use gpu_device='host' (or 'auto')")
+        self.index = torch.cuda.current_device() if index is None else index
+        if self.index >= torch.cuda.device_count():
+            raise RuntimeError(f"cuda:{self.index} does not exist; this process sees {torch.cuda.device_count()} GPU(s)")
+        self.torch_device = torch.device("cuda", self.index)
+        self.name = torch.cuda.get_device_name(self.index)
+        self.external_events = external_events
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def compute_stream(self) -> CudaStream:
+        return CudaStream(torch.cuda.current_stream(self.index))
+
+    def new_stream(self) -> CudaStream:
+        return CudaStream(torch.cuda.Stream(device=self.index))
+
+    def new_event(self, *, timed: bool) -> CudaEvent:
+        return CudaEvent(timed=timed, external=timed and self.external_events)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.index)
+
+    def total_bytes(self) -> int:
+        return int(torch.cuda.get_device_properties(self.index).total_memory)
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.index)
+        cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+        return int(free + cached)
+
+    def allocated_bytes(self) -> int:
+        return int(torch.cuda.memory_allocated(self.index))
+
+    def peak_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.index))
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.index)
+
+    def is_capturing(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        pass

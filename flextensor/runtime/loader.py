@@ -1,0 +1,382 @@
+"""The loader executes one Plan: ``enter`` a unit, ``exit`` a unit, and between them nothing.
+
+[Note: order and waits] There is one copy stream, first in first out. At the exit of visit w the loader records an event
+on the stream that ran it, makes the copy stream wait for it, and queues the copies that the plan has after w; each
+visit that is copied for has a ``ready`` event, recorded after its last copy and waited for at its enter. Both waits are
+on the device; the calling thread never waits. The plan has chosen ``after`` so that the bytes overwritten are no
+longer read, which is all that makes a slot safe.
+
+[Note: foreseen and unforeseen] Steps that run the visits in the plan's order are *regular*: no bookkeeping. Whatever
+else happens (a unit out of order, twice, skipped, aborted by an exception) makes the loader *irregular*: it then knows
+for each tensor whether its bytes lie in its slot, fetches what is missing on demand, counts that, and turns regular
+again after a whole step in order.
+
+[Note: graphs] A captured forward holds its own copies. What a step would issue after its last visit goes to the
+start of the next one instead (of every later step of the plan), and the copy stream is joined at the end: a replay then
+starts from the state in which the one before has left off, and the link is busy from its first moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flextensor.planner.plan import Plan
+from flextensor.runtime.device import Device, Event, Stream
+from flextensor.runtime.memory import DeviceWeights
+from flextensor.runtime.timing import Recorder, StepTrace
+from flextensor.units import Weight
+
+SKIP_AHEAD = 2
+"""So many visits may be left out in a row while prefetching goes on as planned."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Copies for one visit that are issued together. ``ready`` is recorded behind them when they are the last."""
+
+    visit: int
+    moves: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    tensors: tuple[int, ...]
+    nbytes: int
+    ready: Event | None
+
+
+@dataclass
+class LoaderCounters:
+    """unforeseen: visits that fetched on demand. copied_bytes: over the link, by this loader. steps: begun."""
+
+    unforeseen: int = 0
+    copied_bytes: int = 0
+    steps: int = 0
+
+
+class Loader:
+    """See the module's text. ``units``: the tensors that each unit reads, by index."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        units: Sequence[Sequence[int]],
+        memory: DeviceWeights,
+        copy_stream: Stream,
+        recorder: Recorder,
+    ) -> None:
+        self.plan = plan
+        self.counters = LoaderCounters()
+        self._device: Device = memory.device
+        self._memory = memory
+        self._copy = copy_stream
+        self._recorder = recorder
+        self._visits = plan.visits
+        self._count = len(plan.visits)
+        self._reads = [tuple(t for t in reads if t in plan.offsets) for reads in units]
+        self._occurrences: dict[int, list[int]] = {}
+        for visit, unit in enumerate(plan.visits):
+            self._occurrences.setdefault(unit, []).append(visit)
+        new_event = self._device.new_event
+        fetched = {copy.visit for copy in plan.copies}
+        self._ready: list[Event | None] = [
+            new_event(timed=False) if visit in fetched else None for visit in range(self._count)
+        ]
+        self._after = self._batches()
+        self._left: list[Event | None] = [new_event(timed=False) if batches else None for batches in self._after]
+        self._demand = new_event(timed=False)
+        self._fetched = new_event(timed=False)
+        self._next = 0
+        self._open: list[tuple[int | None, int, Stream]] = []
+        self._stream: Stream | None = None
+        self._trace: StepTrace | None = None
+        self._began = False
+        self._irregular = False
+        self._in_order = 0
+        self._valid: dict[int, Event] = {}
+        self._overlaps = _overlapping(plan, memory.table.weights)
+        self._tail_first = False
+        self._capturing = False
+        self._captured: set[int] = set()
+        self._prime()
+
+    # ---- set-up
+
+    def _batches(self) -> list[tuple[_Batch, ...]]:
+        """For each visit, what is issued after its exit, in the plan's order (this step's needs first)."""
+        last_for = {copy.visit: at for at, copy in enumerate(self.plan.copies)}
+        after: list[list[_Batch]] = [[] for _ in range(self._count)]
+        for at, copy in sorted(enumerate(self.plan.copies), key=lambda pair: (pair[1].lag, pair[0])):
+            final = last_for[copy.visit] == at
+            batch = _Batch(
+                copy.visit,
+                tuple(self._moves(copy.tensors, copy.arena_offset, copy.source_offset, copy.nbytes)),
+                copy.tensors,
+                copy.nbytes,
+                self._ready[copy.visit] if final else None,
+            )
+            after[copy.after].append(batch)
+        return [tuple(batches) for batches in after]
+
+    def _moves(
+        self, tensors: Sequence[int], arena_offset: int, source_offset: int, nbytes: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(destination, source) byte views; tensors that are contiguous on both sides go as one."""
+        moves: list[tuple[torch.Tensor, torch.Tensor]] = []
+        start = 0
+        table, offsets = self._memory.table, self.plan.offsets
+        while start < len(tensors):
+            stop = start + 1
+            first = table.source(tensors[start])
+            base = first.data_ptr() - offsets[tensors[start]]
+            while stop < len(tensors):
+                following = table.source(tensors[stop])
+                same_memory = following.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+                if not same_memory or following.data_ptr() - offsets[tensors[stop]] != base:
+                    break
+                stop += 1
+            last = table.source(tensors[stop - 1])
+            length = last.data_ptr() + last.numel() - first.data_ptr()
+            with torch.inference_mode(False):
+                source = first.as_strided((length,), (1,)) if stop - start > 1 else first
+            moves.append((self._memory.slot(offsets[tensors[start]], length), source))
+            start = stop
+        return moves
+
+    def _prime(self) -> None:
+        """Fill the slots as they are in the steady state before the first visit. The device is idle."""
+        for copy in [*self.plan.initial, *(copy for copy in self.plan.copies if copy.lag)]:
+            self._issue_tensors(copy.tensors)
+        for event in self._ready:
+            if event is not None:
+                self._copy.record(event)
+        # A tensor that survives the whole cycle has no copy and no ready event of its own: all compute waits once.
+        self._copy.record(self._fetched)
+        self._device.compute_stream().wait(self._fetched)
+
+    def _steady_content(self, position: int) -> dict[int, int]:
+        """Tensor -> the visit it was fetched for, of what lies in its slot before visit ``position``, in the
+        steady state."""
+        content = {tensor: copy.visit for copy in self.plan.initial for tensor in copy.tensors}
+        for at in [*range(self._count), *range(self._count), *range(position)]:
+            for batch in self._after[at]:
+                for tensor in batch.tensors:
+                    for other in self._overlaps[tensor]:
+                        content.pop(other, None)
+                for tensor in batch.tensors:
+                    content.pop(tensor, None)
+                    content[tensor] = batch.visit
+        return content
+
+    # ---- the hot path
+
+    def enter(self, unit: int) -> None:
+        """Later work on the current stream finds the unit's weights in their place."""
+        stream = self._device.compute_stream()
+        at: int | None = self._next
+        regular = not (self._irregular or self._open) and self._count > 0 and self._visits[self._next] == unit
+        if not regular:
+            at = self._place_in_plan(unit, stream)
+        trace = self._trace
+        if trace is not None and at is not None:
+            trace.arrive(at, stream)
+        if not regular:
+            self._require(unit, stream)
+        elif at is not None:
+            ready = self._ready[at]
+            if ready is not None and (not self._capturing or at in self._captured):
+                stream.wait(ready)
+        if trace is not None and at is not None:
+            trace.start(at, stream)
+        self._open.append((at, unit, stream))
+
+    def exit(self, unit: int) -> None:
+        """The unit's work is queued; what the plan has after it is fetched."""
+        at, _, stream = self._open.pop()
+        self._stream = stream
+        if at is None:
+            self._exit_nested(stream)
+            return
+        if self._trace is not None:
+            self._trace.end(at, stream)
+        if self._after[at] and not (self._tail_first and at == self._count - 1):
+            self._issue(at, stream)
+        if self._open:
+            self._exit_nested(stream)
+            return
+        self._next = at + 1
+        if self._irregular:
+            self._count_in_order()
+        if self._next == self._count:
+            self._next = 0
+            self._end_step(stream)
+
+    def abort(self, unit: int) -> None:
+        """The unit raised. Its bytes may be overwritten only after the stream that ran it."""
+        at, _, stream = self._open.pop()
+        self._become_irregular()
+        self._in_order = 0
+        self._order_copies_after(stream)
+        if at is not None and not self._open:
+            self._next = (at + 1) % self._count
+        self._trace = None
+
+    def _issue(self, at: int, stream: Stream) -> None:
+        """Queue what the plan has after visit ``at``, behind the work queued on ``stream``."""
+        left = self._left[at]
+        assert left is not None
+        stream.record(left)
+        copy = self._copy
+        copy.wait(left)
+        trace = self._trace
+        for batch in self._after[at]:
+            begin = trace.copy_begin(copy) if trace is not None else None
+            for destination, source in batch.moves:
+                copy.copy(destination, source)
+            ready = batch.ready or (self._ready[batch.visit] if self._irregular else None)
+            if ready is not None:
+                copy.record(ready)
+            if trace is not None and begin is not None:
+                trace.copy_end(batch.visit, batch.nbytes, begin, copy)
+            self.counters.copied_bytes += batch.nbytes
+            if self._capturing:
+                self._captured.add(batch.visit)
+            if self._irregular:
+                self._note(batch.tensors, self._ready[batch.visit])
+
+    # ---- steps
+
+    @property
+    def at_boundary(self) -> bool:
+        """True between two steps: no visit of this step has been entered, and none is open."""
+        return not self._began and self._next == 0 and not self._open
+
+    def begin_step(self, kind: str) -> None:
+        """A step starts on the current stream. What the last one left out (an exception, a short forward) is over."""
+        stream = self._device.compute_stream()
+        if self._open or self._next:
+            self._become_irregular()
+            for _, _, aborted in self._open:
+                self._order_copies_after(aborted)
+            self._open.clear()
+            self._next = 0
+        self._began = True
+        self.counters.steps += 1
+        if self._stream is not None and self._stream.key != stream.key:
+            # The caller changed streams: what the old one still runs is not ordered before the new one's events.
+            self._order_copies_after(self._stream)
+        self._stream = stream
+        capturing = self._device.is_capturing()
+        if capturing:
+            self._captured.clear()
+            self._tail_first = True
+        self._capturing = capturing
+        self._trace = self._recorder.begin_step(self._count, kind, stream, capturing=capturing)
+        if self._tail_first and self._count and self._after[-1]:
+            self._issue(self._count - 1, stream)
+
+    def name_step(self, kind: str) -> None:
+        """Say of which kind the step under way is."""
+        if self._trace is not None:
+            self._trace.kind = kind
+
+    def _end_step(self, stream: Stream) -> None:
+        self._began = False
+        if self._trace is not None:
+            self._recorder.end_step(self._trace)
+            self._trace = None
+        if self._tail_first:
+            self._copy.record(self._fetched)
+            stream.wait(self._fetched)
+        self._capturing = False
+
+    def _order_copies_after(self, stream: Stream) -> None:
+        stream.record(self._demand)
+        self._copy.wait(self._demand)
+
+    # ---- what the plan did not foresee
+
+    def _become_irregular(self) -> None:
+        if not self._irregular:
+            self._irregular = True
+            self._valid = {
+                tensor: event
+                for tensor, visit in self._steady_content(self._next).items()
+                if (event := self._ready[visit] or self._fetched)
+            }
+        self._in_order = 0
+
+    def _place_in_plan(self, unit: int, stream: Stream) -> int | None:
+        """The visit that this one counts as: the next of its unit; None inside another visit or when it has none."""
+        self._trace = None
+        if self._open or unit not in self._occurrences:
+            self._become_irregular()
+            return None
+        at = min(self._occurrences[unit], key=lambda visit: (visit - self._next) % self._count)
+        skipped = (at - self._next) % self._count
+        if skipped or not self._irregular:
+            self._become_irregular()
+        if 0 < skipped <= SKIP_AHEAD:
+            for visit in range(self._next, self._next + skipped):
+                if self._after[visit % self._count]:
+                    self._issue(visit % self._count, stream)
+        self._next = at
+        return at
+
+    def _require(self, unit: int, stream: Stream) -> None:
+        """Make the unit's streamed tensors be there, whatever lies in their slots now."""
+        missing = [tensor for tensor in self._reads[unit] if tensor not in self._valid]
+        if missing:
+            self.counters.unforeseen += 1
+            self._in_order = 0
+            self._order_copies_after(stream)
+            self._issue_tensors(missing)
+            self._copy.record(self._fetched)
+            self._note(missing, self._fetched)
+        for event in {id(e): e for t in self._reads[unit] if (e := self._valid.get(t))}.values():
+            stream.wait(event)
+
+    def _issue_tensors(self, tensors: Sequence[int]) -> None:
+        for tensor in tensors:
+            source = self._memory.table.source(tensor)
+            self._copy.copy(self._memory.slot(self.plan.offsets[tensor], source.numel()), source)
+            self.counters.copied_bytes += source.numel()
+
+    def _note(self, tensors: Sequence[int], event: Event | None) -> None:
+        """These bytes lie in their slots once ``event`` is done; what they overwrote does not."""
+        for tensor in tensors:
+            for other in self._overlaps[tensor]:
+                self._valid.pop(other, None)
+        for tensor in tensors:
+            self._valid[tensor] = event or self._fetched
+
+    def _exit_nested(self, stream: Stream) -> None:
+        """Back in the visit around: what the inner one overwrote is fetched again."""
+        if self._open:
+            self._require(self._open[-1][1], stream)
+
+    def _count_in_order(self) -> None:
+        self._in_order += 1
+        if self._in_order > 2 * self._count and self._next == self._count:
+            self._irregular = False
+            self._valid = {}
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Wait for the copies under way; nothing is queued afterwards."""
+        self._copy.synchronize()
+
+
+def _overlapping(plan: Plan, weights: Sequence[Weight]) -> Mapping[int, tuple[int, ...]]:
+    """For each streamed tensor, the others whose slots share bytes with its own."""
+    spans = sorted(
+        (offset, offset + weights[tensor].nbytes, tensor) for tensor, offset in plan.offsets.items()
+    )
+    found: dict[int, list[int]] = {tensor: [] for tensor in plan.offsets}
+    for at, (_, end, tensor) in enumerate(spans):
+        for start, _, other in spans[at + 1 :]:
+            if start >= end:
+                break
+            found[tensor].append(other)
+            found[other].append(tensor)
+    return {tensor: tuple(others) for tensor, others in found.items()}

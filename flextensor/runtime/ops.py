@@ -1,0 +1,66 @@
+"""The two torch.library ops that mark a unit's boundaries inside a traced graph.
+
+Both declare the unit's weights as mutated, so that no compiler moves a read of a weight out from between them (not
+even work that needs no activation: a dequantisation, a cast). The unit travels as a 0-dim CPU tensor, not as an int or
+a string, so that N identical units share one graph.
+
+Eager calls and units that are compiled on their own never go through here: their boundaries lie outside the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Protocol
+
+import torch
+
+NAMESPACE = "flextensor"
+
+
+class Boundary(Protocol):
+    """Who is told of a unit's boundaries."""
+
+    def enter_traced(self) -> None:
+        """The unit's weights are needed."""
+
+    def exit_traced(self) -> None:
+        """They are not any more."""
+
+
+_boundaries: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_library: torch.library.Library | None = None
+
+
+def register_boundary(boundary: Boundary) -> torch.Tensor:
+    """The tensor by which the ops name ``boundary``; defines the ops at the first call."""
+    _define_ops()
+    number = next(_numbers)
+    _boundaries[number] = boundary
+    with torch.inference_mode(False):
+        return torch.tensor(number)
+
+
+def _define_ops() -> None:
+    global _library
+    if _library is not None:
+        return
+    library = torch.library.Library(NAMESPACE, "DEF")
+    for name, run in (("pre_compute", _pre_compute), ("post_compute", _post_compute)):
+        library.define(f"{name}(Tensor(a!)[] weights, Tensor unit) -> ()")
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _fake, lib=library)
+    _library = library
+
+
+def _pre_compute(weights: list[torch.Tensor], unit: torch.Tensor) -> None:
+    _boundaries[int(unit)].enter_traced()
+
+
+def _post_compute(weights: list[torch.Tensor], unit: torch.Tensor) -> None:
+    _boundaries[int(unit)].exit_traced()
+
+
+def _fake(weights: list[torch.Tensor], unit: torch.Tensor) -> None:
+    return None
