@@ -12,9 +12,9 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from flextensor.planner.layout import Layout
-from flextensor.planner.simulate import kind_weights, kinds_of
 
 ALL_SUBSETS_UP_TO = 7
 """Units of more tensors offer ranges of the store, largest and smallest tensors instead of every subset."""
@@ -47,16 +47,10 @@ class Menus:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        self.curve = cache(layout.profile.transfer.seconds)
         self._known: dict[tuple[object, ...], tuple[tuple[tuple[int, ...], ...], tuple[float, ...]]] = {}
         self.menus = [self._menu([t for t in row if t not in layout.shared]) for row in layout.reads]
-        kinds = kinds_of(layout.profile)
-        weights = [0.0] * len(layout.profile.visits)
-        for share, kind in zip(kind_weights(kinds), kinds, strict=True):
-            for v in range(len(weights)):
-                weights[v] += share * (kind.compute[v] + kind.gap[v])
-        # Where nothing is computed, spread evenly; elsewhere this changes nothing.
-        even = max(1e-3 * sum(weights) / max(len(weights), 1), 1e-9)
-        self.weights = [w + even for w in weights]
+        self.weights = layout.weights
 
     def _menu(self, row: Sequence[int]) -> Menu:
         tensors = [self.layout.profile.tensors[t] for t in row]
@@ -84,12 +78,11 @@ class Menus:
 
     def link_seconds(self, chosen: Sequence[int]) -> float:
         """Seconds of the copies of these tensors (in store order), one copy a contiguous run."""
-        tensors, curve = self.layout.profile.tensors, self.layout.profile.transfer
+        at, ends, following = self.layout.at, self.layout.ends, self.layout.following
         total, first = 0.0, 0
         for i in range(1, len(chosen) + 1):
-            if i == len(chosen) or not self.layout.adjoins(chosen[i - 1], chosen[i]):
-                last = tensors[chosen[i - 1]]
-                total += curve.seconds(last.offset + last.nbytes - tensors[chosen[first]].offset)
+            if i == len(chosen) or following[chosen[i - 1]] != chosen[i]:
+                total += self.curve(ends[chosen[i - 1]] - at[chosen[first]])
                 first = i
         return total
 

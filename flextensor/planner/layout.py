@@ -1,19 +1,19 @@
-"""Where streamed tensors lie in the arena: what a profile says of their places, and two ways to choose them.
+"""Where streamed tensors lie in the arena: what a profile says of their places, and the ring.
 
-A place is an arena offset. Tensors that one visit reads never share bytes; tensors of different units may. The two
-ways differ in what they give up: ``ring`` keeps a unit's tensors together, so that they travel in one copy, and loses
-the bytes before the wrap; ``gaps`` gives each tensor the place whose last and next readers are farthest away, so that
-an arena of two or three of the largest tensors is enough.
+A place is an arena offset. Tensors that one visit reads never share bytes; tensors of different units may. The ring
+keeps a unit's tensors together, so that they travel in one copy, and loses the bytes before the wrap; ``gaps.py`` is
+the other way.
 """
 
 from __future__ import annotations
 
-import bisect
+import itertools
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from flextensor.planner.mix import kind_weights, kinds_of
 from flextensor.planner.plan import ALIGNMENT, align
 from flextensor.profile import Profile
 
@@ -85,10 +85,37 @@ class Layout:
         size = self.size
         return [sum([size[t] for t in row]) for row in streamed]
 
-    def adjoins(self, first: int, second: int) -> bool:
-        """True when ``second`` follows ``first`` in the store, alignment padding apart."""
-        one, two = self.profile.tensors[first], self.profile.tensors[second]
-        return 0 <= two.offset - one.offset - one.nbytes < ALIGNMENT and two.offset % ALIGNMENT == 0
+    @cached_property
+    def at(self) -> tuple[int, ...]:
+        """Store offset of each tensor."""
+        return tuple(t.offset for t in self.profile.tensors)
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Store offset behind each tensor's last byte."""
+        return tuple(t.offset + t.nbytes for t in self.profile.tensors)
+
+    @cached_property
+    def following(self) -> tuple[int, ...]:
+        """The tensor that follows in the store, alignment padding apart; -1 where none does."""
+        order = sorted((t for t in range(len(self.size)) if self.size[t]), key=self.at.__getitem__)
+        out = [-1] * len(self.size)
+        for one, two in itertools.pairwise(order):
+            if 0 <= self.at[two] - self.ends[one] < ALIGNMENT and self.at[two] % ALIGNMENT == 0:
+                out[one] = two
+        return tuple(out)
+
+    @cached_property
+    def weights(self) -> tuple[float, ...]:
+        """Seconds of compute and gap a visit, over the mix of step kinds; never 0."""
+        kinds = kinds_of(self.profile)
+        weights = [0.0] * len(self.profile.visits)
+        for share, kind in zip(kind_weights(kinds), kinds, strict=True):
+            for v, (compute, gap) in enumerate(zip(kind.compute, kind.gap, strict=True)):
+                weights[v] += share * (compute + gap)
+        # Where nothing is computed, all visits count alike; elsewhere this changes nothing.
+        even = max(1e-3 * sum(weights) / max(len(weights), 1), 1e-9)
+        return tuple(w + even for w in weights)
 
 
 class NoRoom(Exception):
@@ -203,38 +230,5 @@ def _around(sizes: list[int], at: int, arena: int) -> list[int] | None:
         end += nbytes
     return places
 
-
-class Readers:
-    """Bytes of the arena -> the last position that reads them; a piecewise constant function."""
-
-    def __init__(self, arena: int) -> None:
-        self.arena = arena
-        self.starts = [0]
-        self.last = [NEVER]
-
-    def span(self, start: int, end: int) -> list[int]:
-        """The distinct runs' last positions in [start, end)."""
-        i = bisect.bisect_right(self.starts, start) - 1
-        return self.last[i : bisect.bisect_left(self.starts, end, i)]
-
-    def set(self, start: int, end: int, position: int) -> None:
-        """``position`` reads [start, end)."""
-        starts, last = self.starts, self.last
-        i = bisect.bisect_right(starts, start) - 1
-        j = bisect.bisect_left(starts, end, i)
-        tail = last[j - 1]
-        stop = starts[j] if j < len(starts) else self.arena
-        new_starts, new_last = [start], [position]
-        if starts[i] < start:
-            new_starts.insert(0, starts[i])
-            new_last.insert(0, last[i])
-        if stop > end:
-            new_starts.append(end)
-            new_last.append(tail)
-        starts[i:j] = new_starts
-        last[i:j] = new_last
-
-
-NEVER = -(1 << 60)
 
 Placement = Callable[[Layout, list[list[int]], int], Offsets]

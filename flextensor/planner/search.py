@@ -12,11 +12,13 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from flextensor.planner.build import assemble, default_arena, runs_of
+from flextensor.planner.build import assemble, default_arena
 from flextensor.planner.choose import Menus
+from flextensor.planner.copies import runs_of
 from flextensor.planner.layout import Layout, NoRoom, Placement, place_ring
+from flextensor.planner.mix import kind_weights, kinds_of, resident_seconds
 from flextensor.planner.plan import ALIGNMENT, BudgetError, Plan, align
-from flextensor.planner.simulate import CopyTimes, kind_weights, kinds_of, predicted, resident_seconds, settle
+from flextensor.planner.simulate import CopyTimes, predicted, settle
 from flextensor.planner.verify import verify_plan
 from flextensor.profile import Profile
 

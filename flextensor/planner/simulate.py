@@ -8,9 +8,9 @@ until a step takes as long as the one before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from flextensor.planner.mix import kind_weights, kinds_of, resident_seconds
 from flextensor.planner.plan import Plan, Prediction
 from flextensor.profile import Profile, StepKind, TransferCurve
 
@@ -53,23 +53,6 @@ class Simulation:
     stall_seconds: float
     transfer_seconds: float
     floor_seconds: float
-
-
-def kinds_of(profile: Profile) -> tuple[StepKind, ...]:
-    """The profile's step kinds; one without any compute where nothing has been measured yet."""
-    zeros = (0.0,) * len(profile.visits)
-    return profile.kinds or (StepKind("unmeasured", zeros, zeros, zeros),)
-
-
-def kind_weights(kinds: Sequence[StepKind]) -> list[float]:
-    """Shares of the mix, summing to 1; equal shares where all weights are 0."""
-    total = sum(kind.weight for kind in kinds)
-    return [kind.weight / total if total > 0 else 1 / len(kinds) for kind in kinds]
-
-
-def resident_seconds(kind: StepKind) -> float:
-    """The step with every tensor on the device: compute and gaps, or the host where that is slower."""
-    return max(sum(kind.compute) + sum(kind.gap), sum(kind.host))
 
 
 def copy_times(plan: Plan, curve: TransferCurve) -> CopyTimes:
