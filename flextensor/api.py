@@ -19,7 +19,7 @@ from flextensor.modules import is_offloaded
 from flextensor.registry import DEFAULT_NAME, get_offload_manager
 from flextensor.runtime.device import Device
 from flextensor.runtime.timing import VisitSummary
-from flextensor.store.sources import WeightSource
+from flextensor.store import StoreProgress, WeightSource
 from flextensor.units import OffloadError, select
 
 logger = logging.getLogger(__name__)
@@ -55,13 +55,14 @@ def offload(
     *,
     name: str = DEFAULT_NAME,
     source: WeightSource | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[StoreProgress], None] | None = None,
 ) -> nn.Module:
     """Make ``model`` run on a device that holds only part of its weights; returns the same object.
 
     compile_fn: applied to each unit (``torch.compile`` or any module -> module callable).
     name: of the manager; several models can be offloaded at once under different names.
     source: where the weights come from when the model's parameters are on the meta device.
+    progress: told how far the shared store is while it is filled, by this process or another.
 
     Raises OffloadError for a compiled or already offloaded model, patterns that match nothing and weights that cannot
     follow; ConfigError for settings that cannot be used; BudgetError when the budget is below the least that works.

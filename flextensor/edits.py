@@ -6,8 +6,9 @@ management; anything else that would be lost at the next fetch is refused with t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ REMEDY = "change weights through `with manager.edit_weights(name) as tensors:`"
 class _Watched:
     weight: Weight
     owner: nn.Module
-    registry: dict[str, torch.Tensor | None]
+    registry: Mapping[str, torch.Tensor | None]
     attribute: str
     tensor: torch.Tensor
     version: int
@@ -37,10 +38,10 @@ class WeightWatch:
 
     def _watch(self, weight: Weight) -> None:
         for owner, attribute in weight.places:
-            registry = owner._buffers if attribute in owner._buffers else owner._parameters
-            self._entries.append(
-                _Watched(weight, owner, registry, attribute, weight.tensor, weight.tensor._version)
+            registry: Mapping[str, torch.Tensor | None] = (
+                owner._buffers if attribute in owner._buffers else owner._parameters
             )
+            self._entries.append(_Watched(weight, owner, registry, attribute, weight.tensor, weight.tensor._version))
 
     def changed(self) -> list[_Watched]:
         """Entries whose tensor is another object or was written in place since it was last looked at."""
@@ -72,8 +73,8 @@ class WeightWatch:
         weight = entry.weight
         weight.tensor = new
         for owner, attribute in weight.places:
-            registry = owner._buffers if attribute in owner._buffers else owner._parameters
-            registry[attribute] = new  # type: ignore[assignment]
+            registry: dict[str, Any] = owner._buffers if attribute in owner._buffers else owner._parameters
+            registry[attribute] = new
         self._entries = [other for other in self._entries if other.weight is not weight]
         self._watch(weight)
 

@@ -16,8 +16,18 @@ from torch import nn
 from flextensor.config import OffloadConfig
 from flextensor.planner.plan import BudgetError
 from flextensor.runtime.device import Device
-from flextensor.store import HostStore, UnitSpec, WeightSpec, adopt_store, is_dense, private_store
-from flextensor.store.sources import WeightSource
+from flextensor.store import (
+    HostStore,
+    StoreProgress,
+    TensorSource,
+    UnitSpec,
+    WeightSource,
+    WeightSpec,
+    adopt_store,
+    is_dense,
+    private_store,
+    shared_store,
+)
 from flextensor.units import CHANGED_BY_FORWARD, ROOT_UNIT, OffloadError, Selection, Weight
 
 logger = logging.getLogger(__name__)
@@ -35,7 +45,7 @@ class Hosting:
         *,
         name: str,
         source: WeightSource | None = None,
-        progress: Callable[[str], None] | None = None,
+        progress: Callable[[StoreProgress], None] | None = None,
     ) -> None:
         self.other_bytes = 0
         self._selection = selection
@@ -150,12 +160,10 @@ def _open_store(
     *,
     name: str,
     source: WeightSource | None,
-    progress: Callable[[str], None] | None,
+    progress: Callable[[StoreProgress], None] | None,
 ) -> HostStore:
     tensors = {weight.name: weight.tensor for weight in stored}
     if config.shm_enabled or source is not None:
-        from flextensor.store import TensorSource, shared_store
-
         return shared_store(
             units,
             source or TensorSource(tensors),
@@ -202,7 +210,9 @@ def _leave_meta(weight: Weight, store: HostStore) -> None:
     if not weight.tensor.is_meta:
         return
     with torch.inference_mode(False):
-        data = store.tensor(weight.name) if weight.nbytes else torch.empty(weight.tensor.shape, dtype=weight.tensor.dtype)
+        data = (
+            store.tensor(weight.name) if weight.nbytes else torch.empty(weight.tensor.shape, dtype=weight.tensor.dtype)
+        )
         real = nn.Parameter(data, requires_grad=False)
     for owner, attribute in weight.places:
         owner._parameters[attribute] = real

@@ -210,8 +210,9 @@ class OffloadManager:
         if tracked or inputs:
             what = f"weight {tracked[0]!r}" if tracked else "an input"
             raise OffloadError(
-                f"unit {self.units[unit].name!r} was called with gradients enabled and {what} requires one; weights are "
-                "gone from the device by the time of a backward pass: use torch.no_grad() or model.requires_grad_(False)"
+                f"unit {self.units[unit].name!r} was called with gradients enabled and {what} requires one; weights "
+                "are gone from the device by the time of a backward pass: use torch.no_grad(), or "
+                "model.requires_grad_(False)"
             )
 
     def run_root(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -272,8 +273,9 @@ class OffloadManager:
             self._trap = WarmupTrap(
                 self._index,
                 lambda: self._open_units[-1] if self._open_units else None,
-                lambda tensor, unit: tensor in self._loader.plan.resident
-                or (unit is not None and tensor in self._unit_reads[unit]),
+                lambda tensor, unit: (
+                    tensor in self._loader.plan.resident or (unit is not None and tensor in self._unit_reads[unit])
+                ),
                 lambda tensor: self._table.view(tensor, self._table.source(tensor).to(self.device.torch_device)),
             )
 

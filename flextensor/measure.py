@@ -134,7 +134,9 @@ def _gaps(step: WarmupStep) -> list[float]:
     return gaps
 
 
-def kinds_from_live(steps: Sequence[StepTimes], counts: Counter[str], known: Sequence[StepKind]) -> tuple[StepKind, ...]:
+def kinds_from_live(
+    steps: Sequence[StepTimes], counts: Counter[str], known: Sequence[StepKind]
+) -> tuple[StepKind, ...]:
     """Live samples over what was known: medians where a kind was sampled, the older figures where not.
 
     ``counts``: steps of each kind so far, the weights of the mix.
@@ -187,9 +189,7 @@ def measure_curve(
     return TransferCurve(tuple(points))
 
 
-def _time_copy(
-    device: Device, stream: Stream, destination: torch.Tensor, source: torch.Tensor, repeats: int
-) -> float:
+def _time_copy(device: Device, stream: Stream, destination: torch.Tensor, source: torch.Tensor, repeats: int) -> float:
     best = float("inf")
     for _ in range(repeats):
         start, end = device.new_event(timed=True), device.new_event(timed=True)

@@ -47,14 +47,22 @@ def is_offloaded(module: nn.Module) -> bool:
 
 def plain_twin(module: nn.Module) -> nn.Module:
     """An object of the module's own class that shares all its state (one ``__dict__``): what compilers are given."""
-    twin = object.__new__(type(module).__mro__[1])
+    twin: nn.Module = object.__new__(type(module).__mro__[1])
     object.__setattr__(twin, "__dict__", module.__dict__)
     return twin
 
 
-@functools.cache
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def offloaded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of ``cls`` whose calls go through the module's handle."""
+    """The subclass of ``cls`` whose calls go through the module's handle; one for each ``cls``."""
+    if cls not in _classes:
+        _classes[cls] = _make_class(cls)
+    return _classes[cls]
+
+
+def _make_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._offload_handle.run(self, functools.partial(cls.__call__, self), args, kwargs)

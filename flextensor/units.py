@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -122,9 +123,7 @@ def _matched_modules(
     return {
         name: only
         for name, only in found.items()
-        if name
-        and not _inside(name, excluded)
-        and not any(found.get(parent, "") is None for parent in _parents(name))
+        if name and not _inside(name, excluded) and not any(found.get(parent, "") is None for parent in _parents(name))
     }
 
 
@@ -215,16 +214,14 @@ def _mark_shared_storage(weights: dict[int, Weight]) -> None:
         spans = sorted(
             (w.tensor.storage_offset() * w.tensor.element_size(), w.nbytes, index) for index, w in enumerate(group)
         )
-        overlap = any(a[0] + a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False))
+        overlap = any(a[0] + a[1] > b[0] for a, b in itertools.pairwise(spans))
         if overlap:
             for weight in group:
                 weight.resident_reason = "shares memory with another weight"
 
 
 def _refuse_hidden_views(modules: dict[str, nn.Module], weights: dict[int, Weight]) -> None:
-    owners = {
-        w.tensor.untyped_storage().data_ptr(): w for w in weights.values() if not w.tensor.is_meta and w.nbytes
-    }
+    owners = {w.tensor.untyped_storage().data_ptr(): w for w in weights.values() if not w.tensor.is_meta and w.nbytes}
     for name, module in modules.items():
         for attribute, value in vars(module).items():
             for tensor in _tensors_in(value):
@@ -258,9 +255,7 @@ def _assign(
     weights: dict[int, Weight],
     config: OffloadConfig,
 ) -> Selection:
-    unit_of_module = {
-        id(module): unit for unit in matched for module in modules[unit].modules()
-    }
+    unit_of_module = {id(module): unit for unit in matched for module in modules[unit].modules()}
     members: dict[str, list[Weight]] = {unit: [] for unit in matched}
     unmatched: list[Weight] = []
     for weight in weights.values():

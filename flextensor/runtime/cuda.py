@@ -57,7 +57,9 @@ class CudaDevice:
             raise RuntimeError("no CUDA device is available; use gpu_device='host' (or 'auto')")
         self.index = torch.cuda.current_device() if index is None else index
         if self.index >= torch.cuda.device_count():
-            raise RuntimeError(f"cuda:{self.index} does not exist; this process sees {torch.cuda.device_count()} GPU(s)")
+            raise RuntimeError(
+                f"cuda:{self.index} does not exist; this process sees {torch.cuda.device_count()} GPU(s)"
+            )
         self.torch_device = torch.device("cuda", self.index)
         self.name = torch.cuda.get_device_name(self.index)
         self.external_events = external_events

@@ -369,9 +369,7 @@ class Loader:
 
 def _overlapping(plan: Plan, weights: Sequence[Weight]) -> Mapping[int, tuple[int, ...]]:
     """For each streamed tensor, the others whose slots share bytes with its own."""
-    spans = sorted(
-        (offset, offset + weights[tensor].nbytes, tensor) for tensor, offset in plan.offsets.items()
-    )
+    spans = sorted((offset, offset + weights[tensor].nbytes, tensor) for tensor, offset in plan.offsets.items())
     found: dict[int, list[int]] = {tensor: [] for tensor in plan.offsets}
     for at, (_, end, tensor) in enumerate(spans):
         for start, _, other in spans[at + 1 :]:

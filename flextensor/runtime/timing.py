@@ -109,9 +109,7 @@ class StepTrace:
             CopySpan(visit, nbytes, first.elapsed_seconds(begin), first.elapsed_seconds(end))
             for visit, nbytes, begin, end in self._copies
         )
-        return StepTimes(
-            self.kind, at(self._arrive), at(self._start), at(self._end), tuple(self._host), copies
-        )
+        return StepTimes(self.kind, at(self._arrive), at(self._start), at(self._end), tuple(self._host), copies)
 
 
 class Recorder:
