@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 
 from cluster.gate import StepStopped
 from cluster.journal import OutputJournal
@@ -91,7 +91,7 @@ class BatchJob:
             answer: LeaseResult = ray.get(reference)
         except RayActorError as error:
             self._worker_died(slot, lease, error)
-        except RayTaskError as error:
+        except RayError as error:
             cause = getattr(error, "cause", None) or error
             self._failed(lease, cause)
         else:

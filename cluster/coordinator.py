@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 
 from cluster.drift import reason_to_replan
 from cluster.events import EventLog
@@ -120,25 +120,17 @@ class Coordinator:
         await self.start()
         member = self._members[rank]
         async with self._one_round:
-            agreed = self._history[-1] if self._history else None
-            assignment = Assignment(
-                epoch=self._epoch,
-                plan=agreed.plans.get(rank) if agreed else None,
-                budget=agreed.budgets.get(rank) if agreed else None,
-                paused=self._paused,
-            )
-            refused = await self._call(member, lambda handle: handle.join.remote(assignment))
-            plan, budget = await self._call(member, lambda handle: handle.plan.remote())
             state = await self._call(member, lambda handle: handle.state.remote())
-            if agreed is None:
-                self._epoch = max(self._epoch, state.epoch)
-                agreed = self._remember(self._epoch, "first plans", state.budget, 0.0)
-            if assignment.plan is None or refused:
-                agreed.plans[rank], agreed.budgets[rank] = plan, budget
+            if not self._history:
+                self._epoch = state.epoch
+                self._remember(self._epoch, "first plans", state.budget, 0.0)
+            joined = await self._call(member, lambda handle: handle.join.remote(self._assignment(rank)))
+            agreed = self._history[-1]
+            agreed.plans[rank], agreed.budgets[rank] = joined.plan, joined.budget
             self._predict(agreed)
             member.joined, member.lost = True, ""
             member.state, member.seen = state, time.monotonic()
-        self._events.write("worker_joined", rank=rank, pid=state.pid, epoch=self._epoch, refused=refused)
+        self._events.write("worker_joined", rank=rank, pid=state.pid, epoch=self._epoch, refused=joined.refused)
 
     async def lose(self, rank: int, reason: str) -> None:
         """The driver has seen the worker die."""
@@ -369,11 +361,8 @@ class Coordinator:
         try:
             await asyncio.sleep(self._options.poll)
             async with self._one_round:
-                agreed = self._history[-1]
-                plan, budget = agreed.plans[member.rank], agreed.budgets.get(member.rank)
-                assignment = Assignment(self._epoch, plan, budget, self._paused)
-                await self._call(member, lambda handle: handle.join.remote(assignment))
-        except (RayActorError, RayTaskError, TimeoutError) as error:
+                await self._call(member, lambda handle: handle.join.remote(self._assignment(member.rank)))
+        except (RayError, TimeoutError) as error:
             self._mark_lost(member, _why(error))
 
     async def _abort(self, members: Iterable[_Member], number: int) -> None:
@@ -392,7 +381,7 @@ class Coordinator:
             except RayActorError as error:
                 self._mark_lost(member, _why(error))
                 raise RoundFailed(f"worker {member.rank} died during {what!r}") from error
-            except RayTaskError as error:
+            except RayError as error:
                 raise RoundFailed(f"worker {member.rank}: {_why(error)}") from error
 
         tasks = [asyncio.ensure_future(one(member)) for member in members]
@@ -432,7 +421,7 @@ class Coordinator:
                 self._restart(member, f"silent for {self._options.hang:.0f} s")
             except RayActorError as error:
                 self._mark_lost(member, _why(error))
-            except RayTaskError as error:
+            except RayError as error:
                 logger.warning("worker %d: no state: %s", member.rank, _why(error))
             await asyncio.sleep(self._options.poll)
 
@@ -500,11 +489,12 @@ class Coordinator:
 
     async def _learn_from_workers(self) -> None:
         """After a restart: the run's state is what the workers say."""
-        for entry in ray.util.list_named_actors():
-            name = entry if isinstance(entry, str) else entry["name"]
-            if not name.startswith(WORKER_PREFIX):
+        namespace = self._options.namespace
+        for entry in ray.util.list_named_actors(all_namespaces=True):
+            name = entry["name"]
+            if entry["namespace"] != namespace or not name.startswith(WORKER_PREFIX):
                 continue
-            member = _Member(int(name.removeprefix(WORKER_PREFIX)), ray.get_actor(name))
+            member = _Member(int(name.removeprefix(WORKER_PREFIX)), ray.get_actor(name, namespace=namespace))
             self._members[member.rank] = member
             member.watcher = self._spawn(self._watch(member))
             try:
@@ -512,7 +502,7 @@ class Coordinator:
                 if state.phase != "ready":
                     continue
                 plan, budget = await self._call(member, lambda handle: handle.plan.remote())
-            except (RayActorError, RayTaskError, TimeoutError) as error:
+            except (RayError, TimeoutError) as error:
                 self._mark_lost(member, _why(error))
                 continue
             member.state, member.seen, member.joined = state, time.monotonic(), True
@@ -528,6 +518,16 @@ class Coordinator:
         self._events.write("coordinator_restarted", epoch=self._epoch, workers=len(self._joined()))
         if len(epochs) > 1:  # it died between two commits: one more round puts all on one epoch
             self._spawn(self.replan(ReplanRequest(measure=False, reason="workers disagreed on the epoch")))
+
+    def _assignment(self, rank: int) -> Assignment:
+        agreed = self._history[-1]
+        return Assignment(
+            epoch=self._epoch,
+            plan=agreed.plans.get(rank),
+            budget=agreed.budgets.get(rank, agreed.record.budget),
+            solve=len(self._history) > 1,
+            paused=self._paused,
+        )
 
     def _joined(self) -> list[_Member]:
         return [m for _, m in sorted(self._members.items()) if m.joined and not m.lost]

@@ -133,12 +133,26 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the run has agreed on, told to a worker that joins. ``plan`` is None where it keeps its own first plan."""
+    """What the run has agreed on, told to a worker that joins.
+
+    plan: the one to take; None where the run has none for this rank: then, with ``solve``, the worker makes one for
+    ``budget``, and else it keeps its own first plan.
+    """
 
     epoch: int
     plan: Plan | None
     budget: Budget
+    solve: bool
     paused: bool
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The plan that a joining worker is on now, and why it is not the assigned one ("" when it is)."""
+
+    plan: Plan
+    budget: Budget
+    refused: str
 
 
 @dataclass(frozen=True)

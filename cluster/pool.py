@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError
 
 from cluster.messages import Item, Lease, WorkerState
 
@@ -86,7 +86,7 @@ class WorkerPool:
         except RayActorError as error:
             self.lost(slot, error)
             return None
-        except RayTaskError as error:
+        except RayError as error:
             self._give_up(slot, error)
             return None
         slot.phase = "ready"

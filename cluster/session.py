@@ -120,10 +120,11 @@ def require_gpus(workers: int, per_worker: float) -> None:
 
 
 def make_coordinator(options: CoordinatorOptions) -> Any:
-    """The run's coordinator on this node, in the namespace of the session."""
+    """The run's coordinator on this node, in the run's namespace."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor = ray.remote(Coordinator).options(
         name=NAME,
+        namespace=options.namespace,
         num_cpus=0,
         max_restarts=-1,
         max_task_retries=0,
@@ -135,13 +136,13 @@ def make_coordinator(options: CoordinatorOptions) -> Any:
 
 def make_worker(start: WorkerStart, *, num_gpus: float) -> Any:
     """The actor of one rank. Ray starts it again RESTARTS times when it dies; its calls are never repeated by Ray."""
-    actor = ray.remote(Worker).options(
+    actor = ray.remote(concurrency_groups={"control": 4})(Worker).options(
         name=f"{WORKER_PREFIX}{start.rank}",
+        namespace=start.namespace,
         num_cpus=0,
         num_gpus=num_gpus,
         max_restarts=RESTARTS,
         max_task_retries=0,
-        concurrency_groups={"control": 4},
     )
     return actor.remote(start)
 

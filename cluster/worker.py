@@ -21,6 +21,7 @@ from cluster.messages import (
     Assignment,
     Budget,
     Item,
+    Joined,
     Lease,
     LeaseResult,
     Measurement,
@@ -57,6 +58,7 @@ class Worker:
         self._lease: int | None = None
         self._task: Task | None = None
         self._manager: Any = None
+        self._plan: Plan | None = None
         self._round = 0
         self._prepared: tuple[int, int, Plan, Budget] | None = None
         self._round_lock = threading.Lock()
@@ -106,7 +108,11 @@ class Worker:
                 f"run {self._manager.iters_before_inference} steps there"
             )
         if isinstance(start.budget, float):
-            self._manager.stage(self._solved(start.budget, None), epoch=self._manager.epoch)
+            # A share of the weights is known in bytes only once the model is there.
+            self._plan = self._solved(start.budget, None)
+            self._manager.stage(self._plan, epoch=self._manager.epoch)
+        else:
+            self._plan = self._manager.plan
         self._task = task
         self._phase = "ready"
         self._say("")
@@ -185,8 +191,10 @@ class Worker:
 
     @control
     def plan(self) -> tuple[Plan, Budget]:
-        """The plan in force and its budget."""
-        return self._ready().plan, self._budget
+        """The plan in force, or staged to be at the next step, and its budget."""
+        self._ready()
+        assert self._plan is not None
+        return self._plan, self._budget
 
     @control
     def measure(self, round_number: int) -> Measurement:
@@ -246,7 +254,7 @@ class Worker:
                 raise Refused(f"worker {self._start.rank} does not stand prepared for round {round_number}")
             _, epoch, plan, budget = prepared
             self._ready().stage(plan, epoch=epoch)
-            self._budget = budget
+            self._plan, self._budget = plan, budget
             self._prepared = None
         self._gate.open(round_number)
         return self._gate.parked_seconds
@@ -260,20 +268,24 @@ class Worker:
         self._gate.open(round_number)
 
     @control
-    def join(self, assignment: Assignment) -> str:
-        """Take what the run has agreed on before the first lease; "" or why its plan could not be taken."""
+    def join(self, assignment: Assignment) -> Joined:
+        """Take what the run has agreed on, before the first lease; where it does not fit, keep the own plan."""
         manager = self._ready()
         if assignment.paused:
             self._gate.pause()
-        if assignment.plan is None:
-            return ""
+        plan, refused = assignment.plan, ""
         try:
-            manager.check(assignment.plan)
+            if plan is None and assignment.solve:
+                plan = self._solved(assignment.budget, None)
+            if plan is not None:
+                manager.check(plan)
+                self._budget = assignment.budget
         except (RuntimeError, ValueError) as error:
-            return str(error)
-        manager.stage(assignment.plan, epoch=assignment.epoch)
-        self._budget = assignment.budget
-        return ""
+            plan, refused = None, str(error)
+        self._plan = plan or self._plan
+        assert self._plan is not None
+        manager.stage(self._plan, epoch=assignment.epoch)
+        return Joined(self._plan, self._budget, refused)
 
     @control
     def pause(self, on: bool) -> None:
@@ -304,11 +316,7 @@ class Worker:
 
 
 def _budget_settings(budget: Budget) -> dict[str, Any]:
-    # A fraction of the model's weights is known in bytes only once the model is there: it is staged after warm-up,
-    # and the least memory that works is asked for until then.
-    if isinstance(budget, float):
-        return {}
-    return {} if budget is None else {"budget_bytes": budget}
+    return {"budget_bytes": budget} if isinstance(budget, int) else {}
 
 
 def _engine_state(manager: Any) -> dict[str, Any]:

@@ -25,6 +25,9 @@ class BudgetError(ValueError):
         super().__init__(message)
         self.needed = needed
 
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int]]:
+        return type(self), (str(self), self.needed)  # it crosses processes
+
 
 @dataclass(frozen=True)
 class Copy:

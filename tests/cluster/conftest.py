@@ -1,0 +1,123 @@
+"""A Ray of the tests' own, started once, and jobs of the tiny task on it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.batch import BatchJob
+from cluster.journal import OutputJournal
+from cluster.leases import LeaseQueue, make_batches
+from cluster.messages import CoordinatorOptions, Item, JobProgress, WorkerStart
+from cluster.pool import WorkerPool
+from cluster.session import make_coordinator, make_worker, start_local
+from flextensor.config import OffloadConfig
+
+TINY = "tiny_task:TinyTask"
+TINY_OPTIONS: dict[str, Any] = {"units": 6, "width": 128}
+TINY_BYTES = 6 * (128 * 128 + 128) * 4
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[str]:
+    """Two logical GPUs, and this folder on the workers' path; gives the address."""
+    here = str(Path(__file__).parent)
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, before]))
+    sys.path.insert(0, here)
+    try:
+        yield start_local(gpus=2, namespace="tests")
+    finally:
+        ray.shutdown()
+        sys.path.remove(here)
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+class Run:
+    """A coordinator, a pool of tiny workers and a job over ``items``."""
+
+    def __init__(
+        self,
+        items: list[Item],
+        output: Path,
+        *,
+        workers: int = 2,
+        batch: int = 2,
+        task_options: dict[str, Any] | None = None,
+        config: OffloadConfig | None = None,
+        budget: int | float | None = 0.5,
+        **options: Any,
+    ) -> None:
+        self.items, self.output = items, output
+        self.namespace = f"tests-{uuid.uuid4().hex[:8]}"
+        self.events = output.with_suffix(".events")
+        self.coordinator = make_coordinator(
+            CoordinatorOptions(namespace=self.namespace, events_path=str(self.events), **({"poll": 0.2} | options))
+        )
+        ray.get(self.coordinator.start.remote(), timeout=60)
+
+        def make(rank: int) -> Any:
+            start = WorkerStart(
+                namespace=self.namespace,
+                rank=rank,
+                workers=workers,
+                device="host",
+                config=config or OffloadConfig(host_link_bytes_per_second=1e9),
+                task=TINY,
+                task_options=TINY_OPTIONS | (task_options or {}),
+                budget=budget,
+                store_namespace="tests",
+                threads=1,
+            )
+            return make_worker(start, num_gpus=1)
+
+        self.pool = WorkerPool(make, workers=workers, coordinator=self.coordinator)
+        self.journal = OutputJournal(output)
+        self.seen: list[JobProgress] = []
+        self.during: Callable[[JobProgress], None] = lambda progress: None
+        left = [batch for batch in make_batches(items, batch, lambda item: 0)]
+        self.job = BatchJob(
+            self.pool,
+            LeaseQueue(left),
+            self.journal,
+            progress=JobProgress(total=len(items)),
+            tokens_of=lambda result: int(result.get("tokens", 0)),
+            on_progress=self._progressed,
+            tick=0.1,
+        )
+
+    def _progressed(self, progress: JobProgress) -> None:
+        self.seen.append(progress)
+        self.during(progress)
+
+    def close(self) -> None:
+        self.pool.close(timeout=10)
+        self.journal.close()
+        ray.kill(self.coordinator)
+
+
+@pytest.fixture
+def start_run(local_ray: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Starts a ``Run``; it is closed at the test's end."""
+    runs: list[Run] = []
+    numbers = itertools.count()
+
+    def start(items: list[Item], **options: Any) -> Run:
+        run = Run(items, options.pop("output", tmp_path / f"answers-{next(numbers)}.jsonl"), **options)
+        runs.append(run)
+        return run
+
+    yield start
+    for run in runs:
+        run.close()

@@ -1,0 +1,156 @@
+"""Batch jobs on real workers: every item once, whatever dies; and replans in the middle change no answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.messages import Item, ReplanOutcome, ReplanRequest, RunStatus
+from cluster.pool import NoWorkers
+from tests.cluster.conftest import TINY_BYTES, TINY_OPTIONS, Run
+
+pytestmark = pytest.mark.ray
+
+
+def answers_of(run: Run) -> dict[str, dict[str, Any]]:
+    """The output by id; every line whole, no id twice."""
+    lines = [json.loads(line) for line in run.output.read_text().splitlines()]
+    by_id = {str(line["id"]): line for line in lines}
+    assert len(by_id) == len(lines)
+    return by_id
+
+
+def assert_all_right(run: Run, but: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    from tiny_task import expected
+
+    answers = answers_of(run)
+    assert set(answers) == {str(item["id"]) for item in run.items}
+    want = expected([item for item in run.items if str(item["id"]) not in but], TINY_OPTIONS)
+    assert {key: answers[key].get("text") for key in want} == want
+
+
+def events_of(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.events.read_text().splitlines()]
+
+
+def status_of(run: Run) -> RunStatus:
+    status: RunStatus = ray.get(run.coordinator.status.remote(), timeout=30)
+    return status
+
+
+def items_of(count: int, **more: Any) -> list[Item]:
+    return [{"id": f"i{k}", **more} for k in range(count)]
+
+
+def test_replans_in_the_middle_move_all_workers_and_change_no_answer(start_run: Callable[..., Run]) -> None:
+    run = start_run(items_of(60, steps=8, seconds=0.01))
+    outcomes: list[ReplanOutcome] = []
+
+    def replan() -> None:
+        for budget in (0.9, 0.4, None, 0.6):
+            request = ReplanRequest(budget=budget, latency=budget is None, reason=f"to {budget}")
+            outcomes.append(ray.get(run.coordinator.replan.remote(request), timeout=60))
+        outcomes.append(ray.get(run.coordinator.rollback.remote(), timeout=60))
+
+    asker = threading.Thread(target=replan)
+
+    def during(progress: Any) -> None:
+        if progress.done >= 4 and len(run.pool.ready) == 2 and asker.ident is None:
+            asker.start()
+
+    run.during = during
+    progress = run.job.run()
+    asker.join(60)
+    assert_all_right(run)
+    assert progress.done == 60 and progress.tokens == 60 * 8
+    assert [outcome.committed for outcome in outcomes] == [True] * 5, [outcome.reason for outcome in outcomes]
+    first = outcomes[0].epoch
+    assert [outcome.epoch for outcome in outcomes] == list(range(first, first + 5))
+    for outcome, share in zip(outcomes[:2], (0.9, 0.4), strict=True):
+        assert {change.rank for change in outcome.changes} == {0, 1}
+        assert all(change.weight_bytes <= share * TINY_BYTES for change in outcome.changes)
+        assert all(change.streamed_bytes > 0 for change in outcome.changes)
+    states = status_of(run).workers
+    assert [state.copied_bytes_total > 10 * TINY_BYTES for state in states] == [True, True]
+    assert all(outcome.parked_seconds < 2 for outcome in outcomes)
+
+
+def test_a_replan_that_fits_nobody_is_refused_and_names_what_is_needed(start_run: Callable[..., Run]) -> None:
+    run = start_run(items_of(20, steps=4, seconds=0.02))
+    outcomes: list[ReplanOutcome] = []
+
+    def during(progress: Any) -> None:
+        if progress.done >= 2 and len(run.pool.ready) == 2 and len(outcomes) < 3:
+            for request in (
+                ReplanRequest(budget=1000),
+                ReplanRequest(budget=0.8, dry_run=True),
+                ReplanRequest(budget=0.8, workers=(7,)),
+            ):
+                outcomes.append(ray.get(run.coordinator.replan.remote(request), timeout=60))
+
+    run.during = during
+    before = run.job.run()
+    assert before.done == 20
+    assert_all_right(run)
+    too_small, dry, nobody = outcomes
+    assert not too_small.committed and "bytes are needed" in too_small.reason
+    assert not dry.committed and dry.dry_run and dry.reason == "" and len(dry.changes) == 2
+    assert not nobody.committed and "no worker 7" in nobody.reason
+    assert status_of(run).epoch == too_small.epoch
+
+
+def test_a_killed_worker_comes_back_with_the_agreed_plan_and_no_item_is_lost(start_run: Callable[..., Run]) -> None:
+    run = start_run(items_of(40, steps=4, seconds=0.05))
+    killed: list[int] = []
+
+    def during(progress: Any) -> None:
+        if progress.done >= 4 and len(run.pool.ready) == 2 and not killed:
+            outcome = ray.get(run.coordinator.replan.remote(ReplanRequest(budget=0.7)), timeout=60)
+            assert outcome.committed, outcome.reason
+            killed.append(status_of(run).workers[0].pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    run.during = during
+    run.job.run()
+    assert_all_right(run)
+    pids = {answer["pid"] for answer in answers_of(run).values()}
+    assert len(pids) == 3 and killed[0] in pids, "the new process took up work"
+    states = status_of(run).workers
+    assert [state.epoch for state in states] == [status_of(run).epoch] * 2
+    assert len({state.weight_bytes for state in states}) == 1
+    assert any(event["event"] == "worker_lost" for event in events_of(run))
+
+
+def test_bad_items_are_set_aside_and_their_neighbours_answered(start_run: Callable[..., Run], tmp_path: Path) -> None:
+    items = items_of(8)
+    items[3]["fail"] = True
+    items[5]["kill_once"] = str(tmp_path / "killed")
+    run = start_run(items)
+    progress = run.job.run()
+    assert_all_right(run, but={"i3"})
+    assert progress.failed == 1
+    assert "item i3 is broken" in answers_of(run)["i3"]["error"]
+
+
+def test_a_hung_worker_is_started_again(start_run: Callable[..., Run], tmp_path: Path) -> None:
+    items = items_of(10)
+    items[2]["hang_once"] = str(tmp_path / "hung")
+    run = start_run(items, hang=2.0)
+    run.job.run()
+    assert_all_right(run)
+    assert any(event["event"] == "worker_killed" for event in events_of(run))
+
+
+def test_a_task_that_cannot_load_ends_the_job_with_its_own_error(start_run: Callable[..., Run]) -> None:
+    run = start_run(items_of(4), task_options={"fail_load": "the disk is on fire"})
+    with pytest.raises(NoWorkers, match="the disk is on fire"):
+        run.job.run()
+    assert run.output.read_text() == ""
