@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -98,3 +98,13 @@ def move(target: torch.Tensor, source: torch.Tensor) -> None:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
     else:
         target.copy_(source)
+
+
+def checksums_of(raws: Sequence[torch.Tensor], threads: int | None = None) -> list[str]:
+    """The checksums (hexadecimal) of uint8 host tensors, computed by several threads."""
+    with ThreadPoolExecutor(threads or thread_count(), thread_name_prefix="store-check") as pool:
+        pieces = [
+            [(start, pool.submit(checksum, raw[start : start + PIECE])) for start in range(0, raw.numel(), PIECE)]
+            for raw in raws
+        ]
+        return [sum((f.result().at(s // 8) for s, f in parts), Checksum()).hex() for parts in pieces]

@@ -13,7 +13,8 @@ from typing import Self
 
 import torch
 
-from flextensor.store.errors import StoreClosedError
+from flextensor.store.errors import StoreClosedError, StoreCorruptError, StoreError
+from flextensor.store.filling import checksums_of
 from flextensor.store.layout import Layout, StoredTensor
 from flextensor.store.mapping import huge_bytes, map_anonymous, typed_view
 from flextensor.store.pinning import PinnedRegions, Region
@@ -44,6 +45,8 @@ class HostStore:
         self.layout = layout
         self.identity = identity
         self.times = FillTimes()
+        self.checksums: Mapping[str, str] | None = None
+        self.numa = ""
         self._lock = threading.RLock()
         self._closed = False
         self._private: dict[str, torch.Tensor] = {}
@@ -140,6 +143,45 @@ class HostStore:
         """Bytes of the private copies."""
         return sum(copy.numel() for copy in self._private.values())
 
+    def edited_in_place(self) -> tuple[str, ...]:
+        """Weights that were written to through ``tensor`` without ``make_private``, so that ``source`` differs.
+
+        Only a shared store can have any: it looks at which pages this process has copied.
+        """
+        return ()
+
+    def keep_edits(self) -> tuple[str, ...]:
+        """``make_private`` for all that ``edited_in_place`` finds: their new values count from now on. Their names."""
+        names = self.edited_in_place()
+        for name in names:
+            self.make_private(name)
+        return names
+
+    # Checking.
+
+    def verify(self, unit: str | None = None, *, threads: int | None = None) -> int:
+        """Compare the stored bytes of a unit (None: of all) with the checksums taken when it was filled.
+
+        threads: None: as many as fill a store. Returns the bytes checked; private copies are not looked at.
+        Raises StoreCorruptError naming the weights, StoreError when there are no checksums, KeyError for the unit.
+        """
+        self._check_open()
+        if self.checksums is None:
+            raise StoreError(f"store {self.identity!r} has no checksums; only shared stores, or checksums=True, have")
+        if unit is not None and unit not in self.layout.by_unit:
+            raise KeyError(f"the store has no unit {unit!r}")
+        tensors = self.layout.tensors if unit is None else self.layout.by_unit[unit]
+        found = checksums_of([self._stored_bytes(tensor) for tensor in tensors], threads)
+        bad = [tensor for tensor, value in zip(tensors, found, strict=True) if self.checksums[tensor.name] != value]
+        if bad:
+            names = ", ".join(f"{tensor.name!r} of unit {tensor.unit!r}" for tensor in bad[:5])
+            raise StoreCorruptError(
+                f"host store {self._path() or self.identity}: {len(bad)} of {len(tensors)} weights checked have wrong "
+                f"bytes: {names}; end its users, remove it (flextensor store rm) and start again",
+                tuple(tensor.name for tensor in bad),
+            )
+        return sum(tensor.nbytes for tensor in tensors)
+
     # Pinning.
 
     def pin(self, device: torch.device | int | None = None) -> PinReport:
@@ -202,7 +244,7 @@ class HostStore:
             wait_seconds=self.times.wait,
             identity_seconds=self.times.identity,
             huge_pages=self._huge_pages(),
-            numa="",
+            numa=self.numa,
         )
 
     def _path(self) -> str:
@@ -231,9 +273,12 @@ class HostStore:
 class MappedStore(HostStore):
     """A store whose weights lie in one mapping, packed by its layout."""
 
-    def __init__(self, layout: Layout, identity: str, memory: torch.Tensor) -> None:
+    def __init__(
+        self, layout: Layout, identity: str, memory: torch.Tensor, *, checksums: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(layout, identity)
         self._memory: torch.Tensor | None = memory
+        self.checksums = checksums
 
     @property
     def memory(self) -> torch.Tensor:

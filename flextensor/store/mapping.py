@@ -7,13 +7,18 @@ is gone. So nothing here ever calls ``mmap.close()``: it would unmap under livin
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from flextensor.store.layout import PAGE, StoredTensor, round_up
+
+_PAGEMAP_ENTRIES = 1 << 20
 
 
 def map_anonymous(nbytes: int) -> torch.Tensor:
@@ -52,13 +57,57 @@ def buffer_of(raw: torch.Tensor) -> memoryview:
     return raw.numpy().data
 
 
-def pss_bytes(pid: int, matches: Iterable[tuple[str, int]] = (), address: tuple[int, int] | None = None) -> int:
-    """Proportional set size of a process's mappings: of files given as (``major:minor``, inode), or of those that
-    begin inside ``address`` (start, end). Bytes.
+def pss_bytes(pid: int | None, *, files: Iterable[tuple[str, int]] = (), address: tuple[int, int] | None = None) -> int:
+    """Proportional set size of mappings of a process (None: this one), in bytes: of the files given as
+    (``major:minor``, inode), and of those that begin inside ``address`` (start, end).
 
     Raises ProcessLookupError when there is no such process, PermissionError when it is another user's.
     """
-    return _smaps_sum(pid, "Pss:", set(matches), address)
+    return _smaps_sum(pid, "Pss:", set(files), address)
+
+
+def set_writable(memory: torch.Tensor, writable: bool) -> None:
+    """Allow or forbid this process to write to a mapping (a whole one); reading stays allowed.
+
+    Raises OSError when the kernel refuses.
+    """
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    _call("mprotect", memory.data_ptr(), round_up(memory.numel(), mmap.PAGESIZE), protection)
+
+
+def own_pages(memory: torch.Tensor) -> list[tuple[int, int]]:
+    """(start, end) in bytes of the pages of a copy-on-write file mapping that were written to, hence copied."""
+    first = memory.data_ptr() // mmap.PAGESIZE
+    last = -(-(memory.data_ptr() + memory.numel()) // mmap.PAGESIZE)
+    spans: list[tuple[int, int]] = []
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        for start in range(first, last, _PAGEMAP_ENTRIES):
+            file.seek(start * 8)
+            entries = np.frombuffer(file.read(min(_PAGEMAP_ENTRIES, last - start) * 8), dtype=np.uint64)
+            # Bits 63 and 62: in memory, swapped out. Bit 61: a page of the file. A copy is memory of no file.
+            copied = (entries >> np.uint64(62) != 0) & (entries >> np.uint64(61) & np.uint64(1) == 0)
+            for index in np.flatnonzero(copied).tolist():
+                begin = (start + index) * mmap.PAGESIZE - memory.data_ptr()
+                if spans and spans[-1][1] == begin:
+                    spans[-1] = (spans[-1][0], begin + mmap.PAGESIZE)
+                else:
+                    spans.append((begin, begin + mmap.PAGESIZE))
+    return spans
+
+
+def restore_own_pages(own: torch.Tensor, stored: torch.Tensor) -> None:
+    """Undo what was written to ``own``, a part of a copy-on-write file mapping whose bytes in the file are ``stored``.
+
+    Copies of whole pages are given back; on pages that it shares with its neighbours bytes are written back.
+    """
+    address = own.data_ptr()
+    head = min(round_up(address, mmap.PAGESIZE) - address, own.numel())
+    tail = max(head, (address + own.numel()) // mmap.PAGESIZE * mmap.PAGESIZE - address)
+    if tail > head:
+        _call("madvise", address + head, tail - head, mmap.MADV_DONTNEED)
+    for edge in (slice(0, head), slice(tail, own.numel())):
+        if not torch.equal(own[edge], stored[edge]):
+            own[edge].copy_(stored[edge])
 
 
 def huge_bytes(address: tuple[int, int]) -> int:
@@ -83,6 +132,14 @@ def _smaps_sum(pid: int | None, field: str, files: set[tuple[str, int]], address
         elif counted and line.startswith(field):
             total += int(line.split()[1]) * 1024
     return total
+
+
+def _call(function: str, address: int, length: int, argument: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    call = getattr(libc, function)
+    if call(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(argument)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{function}: {os.strerror(code)}")
 
 
 def _as_tensor(area: mmap.mmap) -> torch.Tensor:

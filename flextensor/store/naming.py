@@ -42,6 +42,17 @@ class StoreName:
         """There while a process fills the store; says which and how far."""
         return self.stem + ".filling"
 
+    def pointer(self, holder: str) -> str:
+        """Where one holder of a memfd says how to get it."""
+        return f"{self.stem}.memfd.{holder}"
+
+    def pointers(self) -> list[str]:
+        """The pointers there are, of the living and the dead."""
+        start = os.path.basename(self.stem) + ".memfd."
+        return [
+            os.path.join(self.directory, file) for file in sorted(os.listdir(self.directory)) if file.startswith(start)
+        ]
+
     @property
     def keep(self) -> str:
         """An empty file beside a store that was asked to stay."""
@@ -62,7 +73,7 @@ def content_identity(source_identity: str, layout: Layout) -> str:
 def list_names(directory: str) -> list[StoreName]:
     """Stores of this user in a directory, complete or being filled, by namespace and identity."""
     found: set[StoreName] = set()
-    pattern = re.compile(re.escape(_prefix()) + r"(.+)-([0-9a-f]{32})\.(safetensors|filling|keep)$")
+    pattern = re.compile(re.escape(_prefix()) + r"(.+)-([0-9a-f]{32})\.(safetensors|filling|keep|memfd\..+)$")
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(directory):
             match = pattern.match(name)
@@ -78,6 +89,7 @@ def remove_dead(directory: str, spare: StoreName | None = None) -> list[str]:
     """
     removed = []
     for name in list_names(directory):
+        removed += [path for path in name.pointers() if remove_unheld(path)]
         if name == spare:
             continue
         if not os.path.lexists(name.keep) and remove_unheld(name.file):

@@ -13,6 +13,7 @@ from flextensor.store.host_store import AdoptedStore, HostStore, MappedStore
 from flextensor.store.layout import Layout, StoredTensor, UnitSpec, WeightSpec, make_layout, make_scattered_layout
 from flextensor.store.limits import memory_limits
 from flextensor.store.mapping import map_anonymous, storage_bytes
+from flextensor.store.numa import interleave, prefer
 
 
 def private_store(
@@ -20,12 +21,17 @@ def private_store(
     tensors: Mapping[str, torch.Tensor],
     *,
     consume: Callable[[str, torch.Tensor], None] | None = None,
+    checksums: bool = False,
+    numa_node: int | None = None,
 ) -> HostStore:
     """Pack the tensors (on the CPU or a GPU) of these units into one mapping of this process.
 
     consume(name, view): called in this thread after each tensor is in, so that the caller can point his parameter at
         the store's view and drop the original. Then host memory never holds more than one copy of the weights and
         about 256 MiB. The mapping ``tensors`` is asked for each tensor once, late.
+
+    checksums: take them while filling, for ``HostStore.verify``.
+    numa_node: prefer memory of this node (the GPU's, see ``numa.gpu_node``) where there are several; None: spread.
 
     Raises ValueError (see ``make_layout``), MissingWeightError, StoreSpaceError when memory cannot hold the weights.
     """
@@ -42,12 +48,17 @@ def private_store(
             limits.available,
         )
     memory = map_anonymous(layout.nbytes)
+    placed = interleave(memory) if numa_node is None else prefer(memory, numa_node)
     store = MappedStore(layout, f"private-{layout.fingerprint}", memory)
     started = time.perf_counter()
     synchronize_sources(tensors)
-    for tensor, _ in fill(_open_all(layout, tensors), memory, checksums=False):
+    found: dict[str, str] = {}
+    for tensor, value in fill(_open_all(layout, tensors), memory, checksums=checksums):
+        found[tensor.name] = value.hex()
         if consume is not None:
             consume(tensor.name, store.tensor(tensor.name))
+    store.numa = placed
+    store.checksums = found if checksums else None
     store.times.fill = time.perf_counter() - started
     return store
 

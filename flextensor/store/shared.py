@@ -1,32 +1,29 @@
-"""The shared store: one file of weights on a tmpfs, however many processes.
-
-Complete when it appears: it is written without a name, checked, then linked under the name that its content gives it.
-A process that dies while it fills leaves nothing behind, not even memory: the kernel frees a file without a name.
-"""
+"""The shared store: one file of weights in memory, however many processes."""
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import socket
-import stat
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
 
 from flextensor.store.election import Election, StoreProgress, read_progress
-from flextensor.store.errors import StoreAccessError, StoreCorruptError, StoreSpaceError, StoreTimeoutError
+from flextensor.store.errors import StoreCorruptError, StoreTimeoutError
 from flextensor.store.file_format import Manifest, encode_header, first_difference, header_size, read_manifest
 from flextensor.store.filling import Reader, fill
 from flextensor.store.host_store import MappedStore
 from flextensor.store.layout import Layout, StoredTensor, UnitSpec, make_layout
-from flextensor.store.limits import memory_limits
-from flextensor.store.locking import MODE, holders, leads_to, let_go, open_locked, remove_unheld
-from flextensor.store.mapping import map_file
-from flextensor.store.naming import StoreName, check_namespace, content_identity, filesystem_type, remove_dead
+from flextensor.store.locking import holders, let_go
+from flextensor.store.mapping import map_file, own_pages, restore_own_pages, set_writable
+from flextensor.store.naming import StoreName, check_namespace, content_identity, remove_dead
+from flextensor.store.numa import interleave
+from flextensor.store.places import HandedFile, NamedFile, Place, check_ours
+from flextensor.store.report import PinReport
 from flextensor.store.sources import WeightSource
 
 log = logging.getLogger(__name__)
@@ -34,40 +31,74 @@ log = logging.getLogger(__name__)
 Progress = Callable[[StoreProgress], None]
 
 _POLL = 0.01
-_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+_REPORT_EVERY = 0.05
 
 
 class SharedStore(MappedStore):
     """The store file, mapped twice.
 
-    Copies to a device read a mapping of the file itself; it is what is pinned. Parameters point into a second,
-    copy-on-write mapping of the same pages: it takes no memory until somebody writes to a parameter in place, and then
-    only the pages written, of that process alone.
+    Copies to a device read a mapping of the file itself: it is pinned, and read-only for the processor. Parameters
+    point into a second, copy-on-write mapping of the same pages: it takes no memory until somebody writes to a
+    parameter in place, and then only the pages written, of that process alone.
     """
 
     kind = "shared"
     shared = True
 
-    def __init__(self, name: StoreName, fd: int, manifest: Manifest, *, created: bool, keep: bool) -> None:
-        whole = map_file(fd, manifest.file_bytes)
-        super().__init__(manifest.layout, manifest.identity, whole[manifest.header_bytes :])
-        self.manifest = manifest
+    def __init__(self, place: Place, fd: int, manifest: Manifest, *, created: bool, keep: bool) -> None:
+        self._whole = map_file(fd, manifest.file_bytes)
+        super().__init__(
+            manifest.layout, manifest.identity, self._whole[manifest.header_bytes :], checksums=manifest.checksums
+        )
+        set_writable(self._whole, False)
         self._own: torch.Tensor | None = map_file(fd, manifest.file_bytes, private=True)[manifest.header_bytes :]
-        self._name = name
+        self.manifest = manifest
+        self._place = place
         self._status = os.fstat(fd)
         self._created = created
-        self._let_go = weakref.finalize(self, _leave, os.getpid(), fd, name, keep)
+        self._leave = weakref.finalize(self, _leave, os.getpid(), place, fd, keep)
 
     @property
     def path(self) -> str:
-        """The file."""
-        return self._name.file
+        """The file, or what stands for it in messages."""
+        return self._place.label
 
     @property
     def file_key(self) -> tuple[str, int]:
         """Device (``major:minor``) and inode, as ``/proc/PID/smaps`` shows them."""
         device = self._status.st_dev
         return f"{os.major(device):02x}:{os.minor(device):02x}", self._status.st_ino
+
+    def pin(self, device: torch.device | int | None = None) -> PinReport:
+        self._check_open()
+        with self._lock:
+            # CUDA registers writable memory only. Afterwards it holds the pages, whatever the processor may do.
+            set_writable(self._whole, True)
+            try:
+                return super().pin(device)
+            finally:
+                set_writable(self._whole, False)
+
+    def edited_in_place(self) -> tuple[str, ...]:
+        self._check_open()
+        assert self._own is not None
+        spans = own_pages(self._own)
+        touched = (
+            tensor
+            for tensor in self.layout.tensors
+            if any(start < tensor.offset + tensor.nbytes and tensor.offset < end for start, end in spans)
+        )
+        return tuple(
+            tensor.name
+            for tensor in touched
+            if tensor.name not in self._private
+            and not torch.equal(self._parameter_bytes(tensor), self._stored_bytes(tensor))
+        )
+
+    def discard_private(self, name: str) -> None:
+        super().discard_private(name)
+        tensor = self._find(name)
+        restore_own_pages(self._parameter_bytes(tensor), self._stored_bytes(tensor))
 
     def _parameter_bytes(self, tensor: StoredTensor) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():
@@ -77,11 +108,12 @@ class SharedStore(MappedStore):
 
     def _drop_memory(self) -> None:
         super()._drop_memory()
+        del self._whole
         self._own = None
-        self._let_go()
+        self._leave()
 
     def _path(self) -> str:
-        return self._name.file
+        return self._place.label
 
     def _created_by_us(self) -> bool:
         return self._created
@@ -99,6 +131,7 @@ def shared_store(
     wait_timeout: float = 600.0,
     progress: Progress | None = None,
     keep: bool = False,
+    backing: Literal["file", "memfd"] = "file",
 ) -> SharedStore:
     """The node's one copy of these weights: attached when it is there, waited for when another process fills it,
     filled when nobody does.
@@ -107,136 +140,152 @@ def shared_store(
     directory: a tmpfs. wait_timeout: seconds without a result while another process fills.
     progress: called in this thread, every 0.05 s at most, while filling and waiting.
     keep: leave the file for a warm start when the last user goes.
+    backing: "memfd" takes memory that is no file of ``directory``, for where that is too small; it cannot be kept.
 
     Raises ValueError (layout, namespace), MissingWeightError, StoreSpaceError, StoreTimeoutError, StoreAccessError,
     StoreCorruptError.
     """
     check_namespace(namespace)
+    if keep and backing == "memfd":
+        raise ValueError("keep=True needs backing='file': a memfd goes with its last user")
     layout = make_layout(units)
     if not layout.tensors:
         raise ValueError("there are no weights to store: no unit lists one")
     source.check(layout)
     started = time.perf_counter()
     if progress is not None:
-        progress(StoreProgress("identity", 0, layout.nbytes, os.getpid(), socket.gethostname()))
+        progress(StoreProgress("identity", 0, layout.weight_bytes, os.getpid(), socket.gethostname()))
     name = StoreName(os.path.abspath(directory), namespace, content_identity(source.identity(layout), layout))
     identity_seconds = time.perf_counter() - started
-    store = _attach_or_fill(name, layout, source, wait_timeout, progress, keep)
+    store = _Start(name, layout, source, progress, keep, backing).get(wait_timeout)
     store.times.identity = identity_seconds
     return store
 
 
-def _attach_or_fill(
-    name: StoreName,
-    layout: Layout,
-    source: WeightSource,
-    wait_timeout: float,
-    progress: Progress | None,
-    keep: bool,
-) -> SharedStore:
-    started = time.perf_counter()
-    deadline = started + wait_timeout
-    last: StoreProgress | None = None
-    reported = 0.0
-    while True:
-        store = attach(name, layout, keep=keep)
-        if store is not None:
-            store.times.wait = time.perf_counter() - started
-            return store
-        election = Election.win(name.lock)
-        if election is not None:
-            try:
-                # Between our look and our election another process may have finished.
-                store = attach(name, layout, keep=keep)
-                waited = time.perf_counter() - started
-                if store is None:
-                    store = _fill(name, layout, source, election, progress, keep)
+class _Start:
+    """One process's way to the store: attach, wait or fill."""
+
+    def __init__(
+        self,
+        name: StoreName,
+        layout: Layout,
+        source: WeightSource,
+        progress: Progress | None,
+        keep: bool,
+        backing: Literal["file", "memfd"],
+    ) -> None:
+        self._name = name
+        self._layout = layout
+        self._source = source
+        self._progress = progress
+        self._keep = keep
+        self._backing = backing
+
+    def get(self, wait_timeout: float) -> SharedStore:
+        started = time.perf_counter()
+        last: StoreProgress | None = None
+        reported = 0.0
+        while True:
+            store = self._attach()
+            waited = time.perf_counter() - started
+            election = None if store is not None else Election.win(self._name.lock)
+            if election is not None:
+                try:
+                    # Between our look and our election another process may have finished.
+                    store = self._attach() or self._fill(election)
+                finally:
+                    election.release()
+            if store is not None:
                 store.times.wait = waited
                 return store
-            finally:
-                election.release()
-        last = read_progress(name.lock) or last
-        now = time.perf_counter()
-        if now > deadline:
-            raise StoreTimeoutError(
-                f"waited {wait_timeout:g} s for the host store {name.file}; {last or 'nobody said who fills it'}; "
-                "raise shm_wait_timeout, or end that process: the next one takes over at once"
-            )
-        if last is not None and now - reported >= 0.05:
-            reported = now
-            if progress is not None:
-                progress(last)
-        time.sleep(_POLL)
+            last = read_progress(self._name.lock) or last
+            if waited > wait_timeout:
+                raise StoreTimeoutError(
+                    f"waited {wait_timeout:g} s for {self._name.file}: {last or 'nobody said who fills it'}; "
+                    "raise shm_wait_timeout, or end that process: the next one takes over at once"
+                )
+            if last is not None and self._progress is not None and waited - reported >= _REPORT_EVERY:
+                reported = waited
+                self._progress(last)
+            time.sleep(_POLL)
+
+    def _place(self) -> Place:
+        return NamedFile(self._name) if self._backing == "file" else HandedFile(self._name)
+
+    def _attach(self) -> SharedStore | None:
+        return attach(self._place(), self._name.identity, self._layout, keep=self._keep)
+
+    def _fill(self, election: Election) -> SharedStore:
+        started = time.perf_counter()
+        name, layout, place = self._name, self._layout, self._place()
+        election.announce(0, layout.weight_bytes)
+        remove_dead(name.directory, spare=name)
+        created = f"pid {os.getpid()} on {socket.gethostname()}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}"
+        header_bytes = header_size(name.namespace, name.identity, layout, created)
+        total = header_bytes + layout.nbytes
+        place.check_space(total)
+        fd = place.create()
+        try:
+            os.ftruncate(fd, total)
+            memory = map_file(fd, total)
+            numa = interleave(memory)
+            place.reserve(fd, total)
+            checksums = self._read_all(memory[header_bytes:], election)
+            self._source.check_unchanged()
+            manifest = Manifest(name.namespace, name.identity, layout, checksums, created, header_bytes)
+            os.pwrite(fd, encode_header(manifest), 0)
+            del memory
+            read_manifest(fd, place.label)
+            place.publish(fd)
+            store = SharedStore(place, fd, manifest, created=True, keep=self._keep)
+        except BaseException:
+            let_go(fd)
+            raise
+        store.numa = numa
+        store.times.fill = time.perf_counter() - started
+        log.info("filled host store %s (%d bytes) in %.2f s", place.label, total, store.times.fill)
+        return store
+
+    def _read_all(self, memory: torch.Tensor, election: Election) -> dict[str, str]:
+        checksums: dict[str, str] = {}
+        done = 0
+        opened = ((tensor, _opener(self._source, tensor)) for tensor in self._layout.tensors)
+        for tensor, found in fill(opened, memory, checksums=True):
+            checksums[tensor.name] = found.hex()
+            done += tensor.nbytes
+            told = election.announce(done, self._layout.weight_bytes)
+            if self._progress is not None and told is not None:
+                self._progress(told)
+        return checksums
 
 
-def attach(name: StoreName, layout: Layout | None, *, keep: bool = False) -> SharedStore | None:
-    """The complete store of this name, or None when there is none.
+def attach(place: Place, identity: str, layout: Layout | None, *, keep: bool = False) -> SharedStore | None:
+    """The complete store at a place, or None when there is none.
 
     layout: what it must hold; None: whatever it says.
     Raises StoreAccessError when the file is not ours alone, StoreCorruptError when it is not what it must be.
     """
-    try:
-        fd = open_locked(name.file)
-    except OSError as error:
-        raise StoreAccessError(f"cannot open the host store {name.file}: {error.strerror}") from error
+    fd = place.open()
     if fd is None:
         return None
+    store: SharedStore | None = None
     try:
-        _check_ours(fd, name.file)
-        manifest = read_manifest(fd, name.file)
-        if manifest.identity != name.identity:
-            raise StoreCorruptError(f"{name.file} says that it is {manifest.identity!r}; remove it")
+        check_ours(fd, place.label)
+        manifest = read_manifest(fd, place.label)
+        if manifest.identity != identity:
+            raise StoreCorruptError(f"{place.label} says that it is {manifest.identity!r}; remove it")
         difference = first_difference(manifest.layout, layout) if layout is not None else ""
         if difference:
-            raise StoreCorruptError(f"{name.file} does not hold the weights that its name promises: {difference}")
-        store = SharedStore(name, fd, manifest, created=False, keep=keep)
+            raise StoreCorruptError(f"{place.label} does not hold the weights that its name promises: {difference}")
+        store = SharedStore(place, fd, manifest, created=False, keep=keep)
+        place.join(fd)
     except BaseException:
-        let_go(fd)
+        if store is None:
+            let_go(fd)
+        else:
+            store.close()
         raise
-    log.info("attached to host store %s (%d bytes)", name.file, manifest.file_bytes)
-    return store
-
-
-def _fill(
-    name: StoreName,
-    layout: Layout,
-    source: WeightSource,
-    election: Election,
-    progress: Progress | None,
-    keep: bool,
-) -> SharedStore:
-    started = time.perf_counter()
-    election.announce(0, layout.weight_bytes)
-    remove_dead(name.directory, spare=name)
-    created = f"pid {os.getpid()} on {socket.gethostname()}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}"
-    header_bytes = header_size(name.namespace, name.identity, layout, created)
-    total = header_bytes + layout.nbytes
-    _check_space(name.directory, total)
-    fd = _unnamed_file(name.directory)
-    try:
-        _reserve(fd, total, name.directory)
-        memory = map_file(fd, total)
-        checksums: dict[str, str] = {}
-        done = 0
-        opened = ((tensor, _opener(source, tensor)) for tensor in layout.tensors)
-        for tensor, found in fill(opened, memory[header_bytes:], checksums=True):
-            checksums[tensor.name] = found.hex()
-            done += tensor.nbytes
-            told = election.announce(done, layout.weight_bytes)
-            if progress is not None and told is not None:
-                progress(told)
-        source.check_unchanged()
-        manifest = Manifest(name.namespace, name.identity, layout, checksums, created, header_bytes)
-        os.pwrite(fd, encode_header(manifest), 0)
-        del memory
-        read_manifest(fd, name.file)
-        _link(fd, name.file)
-        store = SharedStore(name, fd, manifest, created=True, keep=keep)
-    except BaseException:
-        let_go(fd)
-        raise
-    store.times.fill = time.perf_counter() - started
-    log.info("filled host store %s (%d bytes) in %.2f s", name.file, total, store.times.fill)
+    log.info("attached to host store %s (%d bytes)", place.label, manifest.file_bytes)
     return store
 
 
@@ -244,81 +293,7 @@ def _opener(source: WeightSource, tensor: StoredTensor) -> Callable[[], tuple[Re
     return lambda: source.open(tensor)
 
 
-def _unnamed_file(directory: str) -> int:
-    """A new file without a name, with the shared lock that it keeps when it gets one."""
-    try:
-        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, MODE)
-    except OSError as error:
-        raise StoreAccessError(
-            f"cannot write the host store in {directory}: {error.strerror}; shm_dir must be a writable tmpfs"
-        ) from error
-    fcntl.flock(fd, fcntl.LOCK_SH)
-    return fd
-
-
-def _link(fd: int, path: str) -> None:
-    # With a directory descriptor Python calls linkat and follows the link in /proc, which is how an open file gets
-    # a name; it never overwrites one.
-    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=True)
-    finally:
-        os.close(folder)
-
-
-def _check_ours(fd: int, path: str) -> None:
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise StoreAccessError(f"{path} is no regular file; remove it")
-    if status.st_uid != os.geteuid():
-        raise StoreAccessError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}; use another shm_dir")
-    if status.st_mode & 0o077:
-        raise StoreAccessError(
-            f"{path} has mode {stat.S_IMODE(status.st_mode):o}: others could change it; it must be {MODE:o}, remove it"
-        )
-
-
-def _check_space(directory: str, needed: int) -> None:
-    space = os.statvfs(directory)
-    free = space.f_bavail * space.f_frsize
-    if free < needed:
-        raise _space_error(directory, needed, free)
-    limits = memory_limits()
-    if filesystem_type(directory) in _MEMORY_FILE_SYSTEMS and limits.available < needed:
-        raise StoreSpaceError(
-            f"the host store needs {needed} bytes of memory, {limits.source} has {limits.available} free; "
-            "free memory, raise the container's limit, or use a smaller dtype",
-            needed,
-            limits.available,
-        )
-
-
-def _reserve(fd: int, total: int, directory: str) -> None:
-    """Get every page now: a tmpfs that runs full later would end a process by SIGBUS."""
-    try:
-        os.posix_fallocate(fd, 0, total)
-    except OSError as error:
-        space = os.statvfs(directory)
-        raise _space_error(directory, total, space.f_bavail * space.f_frsize) from error
-
-
-def _space_error(directory: str, needed: int, free: int) -> StoreSpaceError:
-    gib = -(-needed // 2**30)
-    return StoreSpaceError(
-        f"the host store needs {needed} bytes in {directory}, which has {free} free; enlarge it "
-        f"(docker run --shm-size={gib}g, Kubernetes: an emptyDir of medium Memory, "
-        f"or mount -o remount,size={gib}g {directory}) or set shm_dir to a larger tmpfs",
-        needed,
-        free,
-    )
-
-
-def _leave(pid: int, fd: int, name: StoreName, keep: bool) -> None:
-    """Drop the lock; the last one out removes the file."""
-    if os.getpid() != pid:
-        return  # a forked child shares the lock with its parent, whose it is to drop
-    if keep and leads_to(name.file, fd):
-        os.close(os.open(name.keep, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, MODE))
-    let_go(fd)
-    if not os.path.lexists(name.keep):
-        remove_unheld(name.file)
+def _leave(pid: int, place: Place, fd: int, keep: bool) -> None:
+    # A forked child shares the lock with its parent, whose it is to drop.
+    if os.getpid() == pid:
+        place.leave(fd, keep)
