@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.messages import Item
 from cluster.task import TaskContext
 from flextensor.config import OffloadConfig, unknown_key_message
-from launch.model_files import TaskInputError, checkpoint_files
+from launch.model_files import TaskInputError, stored_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -93,9 +93,10 @@ class CausalLMTask:
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = CausalLMOptions.parse(options)
         self.directory = Path(self.options.model)
-        checkpoint_files(self.directory)
+        stored_tensors(self.directory)  # missing or cut files are told before anything is started
         self._model: Any = None
         self._manager: Any = None
+        self._copy: Any = None
         self._tokenizer: Any = None
         self._generation: Any = None
         self._dtype: torch.dtype | None = None
@@ -124,17 +125,23 @@ class CausalLMTask:
             model, source = self._load_whole(), None
             self._loaded_from = f"transformers: {reason}"
         offload = self._with_pattern(context, repeated_block_pattern(model))
-        self._generation = _greedy(model, self._tokenizer, self.options.max_new_tokens)
+        self._generation = _greedy(self.directory, config, self._tokenizer, self.options.max_new_tokens)
         model.generation_config = self._generation
         context.progress("loading weights")
-        self._model = flextensor.offload(model, offload, name=context.manager_name, source=source)
+        self._model = flextensor.offload(
+            model,
+            offload,
+            name=context.manager_name,
+            source=source,
+            progress=lambda progress: context.progress(str(progress)),
+        )
         self._manager = flextensor.get_offload_manager(context.manager_name)
 
     def warm_up(self, items: Sequence[Item]) -> None:
         """Generate from the items, prefill and decode, until the manager has its first plan."""
         import flextensor
 
-        batch = list(items) or [WARM_UP_ITEM]
+        batch = [item for item in items if not self._encode(item).error] or [WARM_UP_ITEM]
         for _ in range(self._manager.iters_before_inference + 1):
             if self._manager.phase == "inference":
                 return
@@ -153,15 +160,16 @@ class CausalLMTask:
         """Run the items in the same batches on an un-offloaded copy: ``{"checked", "identical", "different": [ids]}``.
 
         ``items`` in the order in which ``run`` had them: padding may move the last bit of a logit. Takes memory for
-        the whole model.
+        the whole model, from the first call until the task ends.
         """
         given = {str(result["id"]): result for result in results}
-        copy = self._load_whole().to(self._torch_device())
-        copy.generation_config = self._generation
+        if self._copy is None:
+            self._copy = self._load_whole().to(self._torch_device())
+            self._copy.generation_config = self._generation
         different: list[str] = []
         checked = 0
         for batch in self._batches(items):
-            for result in self._generate(copy, batch):
+            for result in self._generate(self._copy, batch):
                 checked += 1
                 if result.get("tokens") != given[str(result["id"])].get("tokens"):
                     different.append(str(result["id"]))
@@ -215,7 +223,9 @@ class CausalLMTask:
 
     def _load_whole(self) -> Any:
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()  # a worker has no terminal of its own
         model = AutoModelForCausalLM.from_pretrained(
             str(self.directory), dtype=self._dtype, attn_implementation=self.options.attention
         )
@@ -308,11 +318,15 @@ def _load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-def _greedy(model: Any, tokenizer: Any, max_new_tokens: int) -> Any:
+def _greedy(directory: Path, config: Any, tokenizer: Any, max_new_tokens: int) -> Any:
     """Plain arg-max decoding: nothing of the checkpoint's sampling settings but its end tokens."""
     from transformers import GenerationConfig
 
-    own = model.generation_config.eos_token_id
+    if (directory / "generation_config.json").is_file():
+        stored = GenerationConfig.from_pretrained(str(directory))
+    else:
+        stored = GenerationConfig.from_model_config(config)
+    own = stored.eos_token_id
     ends = [own] if isinstance(own, int) else list(own or ())
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
         ends.append(tokenizer.eos_token_id)
@@ -323,5 +337,5 @@ def _greedy(model: Any, tokenizer: Any, max_new_tokens: int) -> Any:
         max_new_tokens=max_new_tokens,
         eos_token_id=ends,
         pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=model.generation_config.bos_token_id,
+        bos_token_id=stored.bos_token_id,
     )

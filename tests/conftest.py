@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +35,11 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """``FT_*`` variables of the caller's shell would change what is tested."""
     for name in [name for name in os.environ if name.startswith("FT_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The demo's model, converted where the demo has it; kept for the next run."""
+    from launch.convert import DEMO_TARGET, prepare_demo_model
+
+    return prepare_demo_model(Path(__file__).parents[1] / DEMO_TARGET)
