@@ -11,12 +11,14 @@ from flextensor.api import (
     offload_units,
     pause_profiling,
     release,
+    request_strategy_replan,
     reset_offload_timing,
     resident_units,
     resume_profiling,
     save_profile,
     suspend_profiling,
     update_offload_timing,
+    update_state,
 )
 from flextensor.config import (
     ConfigError,
@@ -57,10 +59,12 @@ __all__ = [
     "offload_units",
     "pause_profiling",
     "release",
+    "request_strategy_replan",
     "reset_offload_timing",
     "resident_units",
     "resume_profiling",
     "save_profile",
     "suspend_profiling",
     "update_offload_timing",
+    "update_state",
 ]

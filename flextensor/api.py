@@ -78,6 +78,11 @@ def offload(
         raise OffloadError(f"there is an offload manager named {name!r} already; pass another name=, or release() it")
     if compile_fn is not None and config.external_compile:
         raise ConfigError("external_compile = True and compile_fn exclude each other: who compiles?")
+    if config.stream_granularity == "piece" and (compile_fn is not None or config.external_compile):
+        raise ConfigError(
+            "stream_granularity = 'piece' releases weights inside a unit and works eagerly only: leave out compilation, "
+            "or set 'unit'"
+        )
     selection = select(model, config)
     if not selection.units:
         raise OffloadError("include_patterns is empty: name the modules to offload, for example ['model.layers.*']")
@@ -129,6 +134,16 @@ def offload_units(name: str = DEFAULT_NAME) -> list[tuple[str, nn.Module]]:
 def resident_units(name: str = DEFAULT_NAME) -> list[tuple[str, nn.Module]]:
     """(name, module) of the units that stay on the device."""
     return get_offload_manager(name).resident_units()
+
+
+def request_strategy_replan(manual_update_state: bool = False, name: str = DEFAULT_NAME) -> int:
+    """Ask for a plan from compiled compute times; see ``OffloadManager.request_strategy_replan``."""
+    return get_offload_manager(name).request_strategy_replan(manual_update_state)
+
+
+def update_state(name: str = DEFAULT_NAME) -> None:
+    """After each replay of a captured forward; see ``OffloadManager.update_state``."""
+    get_offload_manager(name).update_state()
 
 
 def reset_offload_timing(name: str = DEFAULT_NAME) -> None:

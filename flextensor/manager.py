@@ -20,6 +20,9 @@ import torch
 from torch import nn
 
 from flextensor import measure, registry
+from flextensor.compile import graphs
+from flextensor.compile.correction import apply_correction
+from flextensor.compile.tail import ReplanTail, StrategyReplanStatus
 from flextensor.config import OffloadConfig
 from flextensor.discovery import WarmupTrap
 from flextensor.edits import REMEDY, WeightWatch
@@ -28,11 +31,12 @@ from flextensor.modules import UnitHandle, is_offloaded, offload_module, plain_t
 from flextensor.planner.plan import BudgetError, Plan
 from flextensor.planner.search import search
 from flextensor.profile import Profile, ProfileMismatch, StepKind, TensorInfo, TransferCurve, UnitInfo
+from flextensor.runtime import ops
 from flextensor.runtime.device import Device
 from flextensor.runtime.loader import Loader
 from flextensor.runtime.memory import DeviceWeights, WeightTable
 from flextensor.runtime.timing import Recorder, StepTimes, VisitSummary, summarise
-from flextensor.units import CHANGED_BY_FORWARD, OffloadError, Selection, Unit
+from flextensor.units import CHANGED_BY_FORWARD, OffloadError, Selection, Unit, Weight, pieces_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +92,15 @@ class OffloadManager:
         self._weights = hosting.managed
         self._index = {id(weight.tensor): at for at, weight in enumerate(self._weights)}
         position = {id(weight): at for at, weight in enumerate(self._weights)}
-        self._unit_reads: list[list[int]] = [[position[id(w)] for w in unit.weights] for unit in self.units]
+        self._pieces = pieces_of(self.units) if config.stream_granularity == "piece" else self.units
+        """What is entered and left: the units, or their leaf modules."""
+        self._reads: list[list[int]] = [[position[id(w)] for w in piece.weights] for piece in self._pieces]
         self._table = WeightTable(self._weights, hosting.store)
         self._watch = WeightWatch(self._weights)
         self._copy_stream = device.new_stream()
         self._memory = DeviceWeights(self._table, device, self._copy_stream)
-        self._recorder = Recorder(device, every=1 if config.offload_timing == "eager" else SAMPLE_EVERY)
+        self._sampling = 1 if config.offload_timing == "eager" else SAMPLE_EVERY
+        self._recorder = Recorder(device, every=self._sampling)
         self._recorder.capture_events = config.offload_timing == "cuda_graph"
         self._warmup: measure.WarmupRecorder | None = measure.WarmupRecorder(device)
         self._trap: WarmupTrap | None = None
@@ -112,6 +119,10 @@ class OffloadManager:
         self._activation_bytes = 0
         self._copied_before = 0
         self._unforeseen_before = 0
+        self._tail = ReplanTail()
+        self._traced: set[int] = set()
+        self.layout_serial = 0
+        """Changes whenever weights lie elsewhere than before: what a CUDA graph was captured under."""
         self._loader = self._on_demand_loader()
         self._install()
 
@@ -121,7 +132,7 @@ class OffloadManager:
         """Every unit's weights, one unit at a time, each visit unforeseen."""
         offsets: dict[int, int] = {}
         arena = 0
-        for reads in self._unit_reads:
+        for reads in self._reads:
             end = 0
             for tensor in sorted(reads, key=lambda t: (t not in offsets, t)):
                 if self._weights[tensor].resident_reason:
@@ -136,12 +147,18 @@ class OffloadManager:
         resident_bytes = sum(_aligned(self._weights[i].nbytes) for i in resident)
         plan = Plan((), resident, offsets, arena, (), resident_bytes, resident_bytes + arena, 0)
         self._memory.apply(plan)
-        return Loader(plan, self._unit_reads, self._memory, self._copy_stream, self._recorder)
+        return Loader(plan, self._reads, self._memory, self._copy_stream, self._recorder)
 
     def _install(self) -> None:
         self._handles: list[UnitHandle] = []
-        for at, unit in enumerate(self.units):
-            handle = UnitHandle(unit.name, _bind(self._enter, at), _bind(self._leave, at), _bind(self._abort, at))
+        for at, unit in enumerate(self._pieces):
+            handle = UnitHandle(
+                unit.name,
+                _bind(self._enter, at),
+                _bind(self._leave, at),
+                _bind(self._abort, at),
+                traced=_bind(self._traced.add, at),
+            )
             self._handles.append(handle)
             offload_module(unit.module, handle)
         self._root = _RootHandle(self)
@@ -155,7 +172,7 @@ class OffloadManager:
                 return
             self._quiesce()
             self.phase = RELEASED
-            for unit in self.units:
+            for unit in self._pieces:
                 restore_module(unit.module)
                 unit.module.__dict__.pop("_compiled_call_impl", None)
             restore_module(self.model)
@@ -184,6 +201,11 @@ class OffloadManager:
                 self._warmup.name_step(kind)
         if torch.is_grad_enabled():
             self._refuse_gradients(unit, args, kwargs)
+        if self._trap is not None and self._pieces[unit].module._compiled_call_impl is not None:
+            raise OffloadError(
+                f"unit {self._pieces[unit].name!r} was compiled during discovery, which must run eagerly: compile after "
+                f"{self.iters_before_inference} calls of the model, when the phase is 'inference'"
+            )
         warmup = self._warmup
         if warmup is not None:
             warmup.arrive(unit)
@@ -205,12 +227,12 @@ class OffloadManager:
             self._loader.abort(unit)
 
     def _refuse_gradients(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tracked = [w.name for w in self.units[unit].weights if w.tensor.requires_grad]
+        tracked = [w.name for w in self._pieces[unit].weights if w.tensor.requires_grad]
         inputs = any(isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
         if tracked or inputs:
             what = f"weight {tracked[0]!r}" if tracked else "an input"
             raise OffloadError(
-                f"unit {self.units[unit].name!r} was called with gradients enabled and {what} requires one; weights "
+                f"unit {self._pieces[unit].name!r} was called with gradients enabled and {what} requires one; weights "
                 "are gone from the device by the time of a backward pass: use torch.no_grad(), or "
                 "model.requires_grad_(False)"
             )
@@ -233,13 +255,18 @@ class OffloadManager:
             self._in_root = False
         if self._warmup is not None and not self._warmup_paused:
             self._finish_warmup_step()
+        elif self._tail.state == "in_progress" and not self._tail.manual:
+            self._advance_tail()
         return result
 
     def _begin_step(self) -> None:
         index, self._step = self._step, self._step + 1
         for callback in list(self._callbacks):
             callback(index)
-        self._apply_staged()
+        if self.device.is_capturing():
+            graphs.note_capture(self)
+        else:
+            self._apply_staged()
         self._take_up_edits()
         self._fresh_step = True
         self._open_units.clear()
@@ -274,7 +301,7 @@ class OffloadManager:
                 self._index,
                 lambda: self._open_units[-1] if self._open_units else None,
                 lambda tensor, unit: (
-                    tensor in self._loader.plan.resident or (unit is not None and tensor in self._unit_reads[unit])
+                    tensor in self._loader.plan.resident or (unit is not None and tensor in self._reads[unit])
                 ),
                 lambda tensor: self._table.view(tensor, self._table.source(tensor).to(self.device.torch_device)),
             )
@@ -283,7 +310,7 @@ class OffloadManager:
         """A weight that the unit's forward writes to is state: it stays on the device from now on."""
         for entry in self._watch.changed():
             weight = entry.weight
-            if entry.registry.get(entry.attribute) is entry.tensor and weight in self.units[unit].weights:
+            if entry.registry.get(entry.attribute) is entry.tensor and weight in self._pieces[unit].weights:
                 self.hosting.store.make_private(weight.name).copy_(weight.tensor.detach())
                 weight.resident_reason = weight.resident_reason or CHANGED_BY_FORWARD
                 self._watch.accept(weight)
@@ -309,7 +336,7 @@ class OffloadManager:
                         weight = self._weights[tensor]
                         weight.resident_reason = weight.resident_reason or "read outside every unit"
                 else:
-                    self._unit_reads[unit] = list(dict.fromkeys([*self._unit_reads[unit], *tensors]))
+                    self._reads[unit] = list(dict.fromkeys([*self._reads[unit], *tensors]))
         self.phase = PROFILING
         self._quiesce()
         self._loader = self._on_demand_loader()
@@ -326,7 +353,7 @@ class OffloadManager:
         for step in steps:
             for visit in step.visits:
                 if visit.nested:
-                    for tensor in self._unit_reads[visit.unit]:
+                    for tensor in self._reads[visit.unit]:
                         weight = self._weights[tensor]
                         weight.resident_reason = weight.resident_reason or "its visit lies inside another unit's"
         visits = Counter(step.units() for step in steps).most_common(1)[0][0]
@@ -349,7 +376,7 @@ class OffloadManager:
                 )
                 for weight in self._weights
             ),
-            units=tuple(UnitInfo(u.name, tuple(r)) for u, r in zip(self.units, self._unit_reads, strict=True)),
+            units=tuple(UnitInfo(u.name, tuple(r)) for u, r in zip(self._pieces, self._reads, strict=True)),
             visits=visits,
             kinds=kinds,
             transfer=curve,
@@ -375,13 +402,16 @@ class OffloadManager:
     def _start_inference(self, plan: Plan) -> None:
         if self._compile_fn is not None:
             self._compile_units()
+        elif self.config.external_compile:
+            apply_correction()
         self.phase = INFERENCE
         self._switch(plan, None)
         self._unforeseen_before = 0  # until now every visit was, by design
 
     def _compile_units(self) -> None:
         assert self._compile_fn is not None
-        for unit, handle in zip(self.units, self._handles, strict=True):
+        apply_correction()
+        for unit, handle in zip(self._pieces, self._handles, strict=True):
             if handle.compiled is None:
                 handle.compiled = self._compile_fn(plain_twin(unit.module))
 
@@ -497,7 +527,8 @@ class OffloadManager:
         self.epoch = self.epoch + 1 if epoch is None else epoch
 
     def _rebuild_loader(self, plan: Plan) -> None:
-        self._loader = Loader(plan, self._unit_reads, self._memory, self._copy_stream, self._recorder)
+        self.layout_serial += 1
+        self._loader = Loader(plan, self._reads, self._memory, self._copy_stream, self._recorder)
 
     def _quiesce(self) -> None:
         self._loader.close()
@@ -508,12 +539,85 @@ class OffloadManager:
         self._copied_before += self._loader.counters.copied_bytes
         self._unforeseen_before += self._loader.counters.unforeseen
 
+    # ---- compiled offload: the replan tail
+
+    @property
+    def external_compile_active(self) -> bool:
+        """True when the caller compiles the units himself (``external_compile=True`` and no ``compile_fn``)."""
+        return self.config.external_compile and self._compile_fn is None
+
+    @property
+    def strategy_replan_status(self) -> StrategyReplanStatus:
+        """Where the replan tail stands; reading it changes nothing."""
+        reason = self._why_no_tail()
+        tail = self._tail
+        return StrategyReplanStatus(tail.state, not reason, tail.applied, reason or tail.reason)
+
+    def _why_no_tail(self) -> str:
+        armed = self.external_compile_active or (self._compile_fn is not None and self.config.profile_mode == "getter")
+        if not armed:
+            return (
+                "only compiled offload with an eager profile needs one (external_compile=True or profile_mode='getter')"
+            )
+        if self.phase != INFERENCE:
+            return f"the phase is {self.phase}, not inference"
+        if self._tail.state == "in_progress":
+            return "a replan is in progress"
+        if self._tail.state == "failed":
+            return f"the last replan failed ({self._tail.reason}); restart the process"
+        return ""
+
+    def request_strategy_replan(self, manual_update_state: bool = False) -> int:
+        """Ask for a plan from compute times as they are now that units are compiled.
+
+        Returns how many calls of the model (or, with ``manual_update_state``, replays each followed by
+        ``update_state()``) it takes; the last one puts the plan in force. Returns 0 after a warning, and disturbs
+        nothing, when it cannot be: ``strategy_replan_status`` says why.
+        """
+        reason = self._why_no_tail()
+        if not reason and manual_update_state and self.config.offload_timing != "cuda_graph":
+            reason = "manual_update_state needs offload_timing='cuda_graph'"
+        if not reason and manual_update_state and not self.config.external_compile:
+            reason = "manual_update_state needs external_compile=True"
+        if reason:
+            logger.warning("no strategy replan: %s", reason)
+            return 0
+        self._recorder.clear()
+        return self._tail.arm(manual=manual_update_state)
+
+    def update_state(self) -> None:
+        """After each replay of a captured forward: take its times and, in a replan that was asked for with
+        ``manual_update_state``, count it. The last one puts the new plan in force; capture again then."""
+        self._recorder.read_replay()
+        if self._tail.state == "in_progress" and self._tail.manual:
+            self._advance_tail()
+
+    def _advance_tail(self) -> None:
+        last = self._tail.step_done()
+        self._recorder.every = 1 if self._tail.measures_next else self._sampling
+        if not last:
+            return
+        self._recorder.every = self._sampling
+        self._recorder.harvest(wait=True)
+        if not self._recorder.steps:
+            self._tail.refused(
+                "no step of the model was timed: call it through its root, or update_state() after replays"
+            )
+            logger.warning("strategy replan refused: %s", self._tail.reason)
+            return
+        try:
+            self.profile = self.current_profile()
+            self._switch(self.solve_configured(), None)
+        except BaseException as error:
+            self._tail.broken(f"{type(error).__name__}: {error}")
+            raise
+        self._tail.applied_plan()
+
     # ---- weights that change
 
     def _take_up_edits(self) -> None:
         changed = self._watch.changed()
-        if not changed:
-            return
+        edited: list[int] = []
         for entry in changed:
             weight = entry.weight
             new = self._watch.replacement(entry)
@@ -523,8 +627,9 @@ class OffloadManager:
                 self._watch.adopt(entry, new)
                 if index is not None:
                     self._index[id(new)] = index
-            elif weight.resident_reason == CHANGED_BY_FORWARD:
+            elif weight.resident_reason == CHANGED_BY_FORWARD or self._was_traced(weight):
                 self._watch.accept(weight)
+                continue
             elif self._weight_index(weight.name) in self._loader.plan.resident:
                 self.hosting.store.make_private(weight.name).copy_(weight.tensor.detach())
                 self._watch.accept(weight)
@@ -534,7 +639,13 @@ class OffloadManager:
                     f"weight {weight.name!r} is streamed and was written in place; the change went to a slot and is "
                     f"lost: {REMEDY}"
                 )
-        self._reload(self._weight_index(entry.weight.name) for entry in changed)
+            edited.append(self._weight_index(weight.name))
+        if edited:
+            self._reload(iter(edited))
+
+    def _was_traced(self, weight: Weight) -> bool:
+        """The boundary ops say that they write to the weights of a traced unit; they do not."""
+        return any(weight in self._pieces[unit].weights for unit in self._traced)
 
     def _reload(self, indexes: Iterator[int]) -> None:
         """Sources have changed: bind anew, copy resident ones again."""
@@ -626,13 +737,11 @@ class OffloadManager:
         """Transfer, compute and wait of each visit over the sampled steps."""
         visits = self._loader.plan.visits
         steps = [step for step in self._recorder.steps if len(step.end) == len(visits)]
-        return summarise(steps, [self.units[unit].name for unit in visits])
+        return summarise(steps, [self._pieces[unit].name for unit in visits])
 
     def reset_offload_timing(self) -> None:
-        """Forget the samples and time every step from now on."""
+        """Forget the samples."""
         self._recorder.clear()
-        if self.config.offload_timing == "eager":
-            self._recorder.every = 1
 
     def update_offload_timing(self) -> bool:
         """After a CUDA graph's replay: take its times (waits for it). True when there were any."""
@@ -684,7 +793,7 @@ class OffloadManager:
         for weight, info in zip(self._weights, saved.tensors, strict=True):
             if info.keep_resident:
                 weight.resident_reason = weight.resident_reason or info.reason
-        self._unit_reads = [list(unit.tensors) for unit in saved.units]
+        self._reads = [list(unit.tensors) for unit in saved.units]
         self.profile = replace(saved, other_bytes=self.hosting.other_bytes)
         self._warmup, self._trap = None, None
         self._start_inference(self.solve_configured())
@@ -706,11 +815,12 @@ class OffloadManager:
 
     def offload_units(self) -> list[tuple[str, nn.Module]]:
         """(name, module) of the units that stream: what to compile, one graph each."""
-        streamed = self._loader.plan.offsets
+        streamed = {id(self._weights[tensor]) for tensor in self._loader.plan.offsets}
+        reads = {id(self._weights[t]) for row in self._reads for t in row}
         return [
             (unit.name, unit.module)
-            for unit, reads in zip(self.units, self._unit_reads, strict=True)
-            if any(tensor in streamed for tensor in reads)
+            for unit in self.units
+            if any(id(weight) in streamed and id(weight) in reads for weight in unit.weights)
         ]
 
     def resident_units(self) -> list[tuple[str, nn.Module]]:
@@ -767,10 +877,7 @@ class _RootHandle:
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
-            raise OffloadError(
-                "a whole offloaded model cannot be compiled: its units' weights take turns in the same memory, so one "
-                "graph must hold one unit only; compile each module of manager.offload_units(), or pass compile_fn"
-            )
+            ops.refuse_whole_model()
         return self._manager.run_root(call, args, kwargs)
 
 

@@ -98,7 +98,7 @@ def _make_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 class UnitHandle:
-    """A unit's way to its manager. ``enter(args, kwargs)``, ``leave()`` and ``abort()`` are the manager's."""
+    """A unit's way to its manager, whose ``enter(args, kwargs)``, ``leave()``, ``abort()`` and ``traced()`` it calls."""
 
     def __init__(
         self,
@@ -106,11 +106,13 @@ class UnitHandle:
         enter: Callable[[tuple[Any, ...], dict[str, Any]], None],
         leave: Callable[[], None],
         abort: Callable[[], None],
+        *,
+        traced: Callable[[], None],
     ) -> None:
         self.name = name
         self.compiled: Callable[..., Any] | None = None
         """Runs instead of the module's own call, when ``compile_fn`` made it."""
-        self._enter, self._leave, self._abort = enter, leave, abort
+        self._enter, self._leave, self._abort, self._traced = enter, leave, abort, traced
         self.unit = ops.register_boundary(self)
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,7 +120,7 @@ class UnitHandle:
             return _run_traced(module, self.unit, call, args, kwargs)
         self._enter(args, kwargs)
         try:
-            result = (self.compiled or call)(*args, **kwargs)
+            result = (call if self.compiled is None else self.compiled)(*args, **kwargs)
         except BaseException:
             self._abort()
             raise
@@ -126,6 +128,7 @@ class UnitHandle:
         return result
 
     def enter_traced(self) -> None:
+        self._traced()
         self._enter((), {})
 
     def exit_traced(self) -> None:
@@ -135,7 +138,8 @@ class UnitHandle:
 def _run_traced(
     module: nn.Module, unit: torch.Tensor, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    weights = list(module.parameters())
+    ops.note_traced_unit()
+    weights = [*module.parameters(), *module.buffers()]
     torch.ops.flextensor.pre_compute(weights, unit)
     result = call(*args, **kwargs)
     torch.ops.flextensor.post_compute(weights, unit)

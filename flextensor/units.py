@@ -284,3 +284,27 @@ def _assign(
     order = {name: at for at, name in enumerate(modules)}
     units.sort(key=lambda unit: order[unit.name])
     return Selection(units, unmatched, buffers)
+
+
+def pieces_of(units: Sequence[Unit]) -> list[Unit]:
+    """The leaf modules of ``units`` that own weights, each to be waited for and released on its own.
+
+    Weights of a module around such leaves would have to be there for as long as all of them together: they stay
+    resident.
+    """
+    pieces: list[Unit] = []
+    for unit in units:
+        owned: dict[nn.Module, list[Weight]] = {}
+        names = {module: name for name, module in unit.module.named_modules(prefix=unit.name)}
+        for weight in unit.weights:
+            for owner in dict.fromkeys(owner for owner, _ in weight.places if owner in names):
+                owned.setdefault(owner, []).append(weight)
+        for module, name in names.items():
+            if module not in owned:
+                continue
+            if any(other in owned for other in module.modules() if other is not module):
+                for weight in owned[module]:
+                    weight.resident_reason = weight.resident_reason or "its module encloses other pieces"
+            else:
+                pieces.append(Unit(name, module, owned[module]))
+    return pieces

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -28,6 +29,20 @@ class Boundary(Protocol):
         """They are not any more."""
 
 
+ONE_UNIT_A_GRAPH = (
+    "an offloaded model cannot be compiled as a whole, nor several of its units in one graph: their weights take turns "
+    "in the same memory. Compile each module of manager.offload_units() on its own, or pass compile_fn to offload()"
+)
+
+
+class MonolithicGraphError(RuntimeError):
+    """More than one unit of an offloaded model in one graph."""
+
+
+trace_hooks: list[Callable[[], object]] = []
+"""Called when a unit is traced into somebody's graph."""
+
+_traces: weakref.WeakSet[object] = weakref.WeakSet()
 _boundaries: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _library: torch.library.Library | None = None
@@ -40,6 +55,25 @@ def register_boundary(boundary: Boundary) -> torch.Tensor:
     _boundaries[number] = boundary
     with torch.inference_mode(False):
         return torch.tensor(number)
+
+
+@torch._dynamo.assume_constant_result  # runs for real, once, while a graph is traced
+def note_traced_unit() -> int:
+    """A unit is being traced. Raises MonolithicGraphError for the second one in the same graph."""
+    trace = torch._guards.TracingContext.try_get()
+    if trace is not None:
+        if trace in _traces:
+            raise MonolithicGraphError(ONE_UNIT_A_GRAPH)
+        _traces.add(trace)
+    for hook in trace_hooks:
+        hook()
+    return 0
+
+
+@torch._dynamo.assume_constant_result
+def refuse_whole_model() -> int:
+    """The root is being traced."""
+    raise MonolithicGraphError(ONE_UNIT_A_GRAPH)
 
 
 def _define_ops() -> None:
