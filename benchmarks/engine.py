@@ -1,0 +1,218 @@
+"""The engine benchmark: our engine and every other offloader that is installed, on one model, in one run.
+
+    python -m benchmarks.engine                        # one GPU, about 7 minutes
+    python -m benchmarks.engine --tokens 4096 --contenders resident ours public-flextensor
+    python -m benchmarks.engine --tiny                 # a small model on the host device, a few seconds
+
+Each contender runs in a process of its own; in each, blocks of its steps alternate with blocks of an un-offloaded twin,
+because clocks move. ``--rounds`` repeats everything. PUBLIC_FLEXTENSOR names the directory of the public wheel
+(``pip install --target DIR flextensor``), FT_BENCH_COMMIT the commit where there is no ``.git``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.engine_table import markdown
+from benchmarks.record import RESULTS, ROOT, environment, write_results
+from benchmarks.rows import Row, merge_rounds
+
+logger = logging.getLogger(__name__)
+
+SWEEPS: dict[int, tuple[str, ...]] = {
+    1024: ("latency", "8", "6", "4", "2", "1"),
+    4096: ("latency", "8", "7", "6", "5", "4", "3", "2", "1", "peak:6.45", "peak:4.63"),
+    16384: ("latency", "4", "2", "1"),
+}
+"""What our engine is asked for at each token count."""
+LEAST_MEMORY = ("1",)
+TINY_SWEEP = ("latency", "75%", "50%", "35%")
+TINY_TOKENS = 64
+
+PROCESS_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process. ``plan``: token count -> targets."""
+
+    contender: str
+    plan: dict[int, list[str]]
+
+
+def jobs(tokens: Sequence[int], budgets: Sequence[str], *, tiny: bool, every: bool) -> list[Job]:
+    """All processes of one round, what matters most first.
+
+    every: the slow contenders at all token counts too, not at 4096 alone.
+    """
+    if tiny:
+        sweep = list(budgets or TINY_SWEEP)
+        lowest = sweep[-1:]
+        return [
+            Job("resident", {count: [""] for count in tokens}),
+            Job("ours", {count: sweep for count in tokens}),
+            Job("ours-piece", {count: lowest for count in tokens}),
+        ]
+    main = [4096] if 4096 in tokens and not every else list(tokens)
+    longer = [count for count in tokens if count >= 4096] if not every else list(tokens)
+    public = [Job("public-flextensor", {count: [target]}) for target in ("6", "4", "") for count in main]
+    return [
+        Job("resident", {count: [""] for count in tokens}),
+        *(Job("ours", {count: list(budgets or SWEEPS.get(count, SWEEPS[4096]))}) for count in tokens),
+        Job("ours-piece", {count: list(LEAST_MEMORY) for count in main}),
+        *public,
+        Job("diffusers-block", {count: [""] for count in longer}),
+        Job("diffusers-leaf", {count: [""] for count in longer}),
+        Job("resident-compiled", {count: [""] for count in main}),
+        Job("accelerate", {count: [""] for count in main}),
+    ]
+
+
+OPTIONAL = ("ours-compiled",)
+"""Contenders that run only when named."""
+
+
+class Driver:
+    """Runs jobs one after the other and keeps the results on disk as far as they are."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.rows: list[Row] = []
+        self.started = time.monotonic()
+        self.environment = environment()
+
+    def run(self, work: Sequence[Job]) -> None:
+        """All rounds."""
+        for round_number in range(self.given.rounds):
+            for job in work:
+                if self.time_is_up():
+                    self._skip(job, "not run: the time limit came first")
+                    continue
+                before = time.monotonic()
+                self._run(job)
+                logger.info("%s took %.0f s (round %d)", job.contender, time.monotonic() - before, round_number + 1)
+                self.write()
+        self.write()
+
+    def time_is_up(self) -> bool:
+        """True when no further process is to be started."""
+        limit = self.given.time_limit
+        return limit > 0 and time.monotonic() - self.started > limit
+
+    def _skip(self, job: Job, why: str) -> None:
+        for count, targets in job.plan.items():
+            self.rows += [Row(job.contender, count, target, status=why) for target in targets]
+
+    def _run(self, job: Job) -> None:
+        given = self.given
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rows.jsonl"
+            command = [sys.executable, "-P", "-m", "benchmarks.engine_run", job.contender]
+            command += ["--rows", str(file), "--plan", json.dumps(job.plan)]
+            command += ["--repeats", str(given.repeats), "--seconds", str(given.seconds)]
+            if job.contender == "ours":
+                command += ["--trace-directory", str(given.output), "--trace-target", given.trace]
+            if given.tiny:
+                command.append("--tiny")
+            code: int | None = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = subprocess.run(command, cwd=ROOT, env=child_environment(job), timeout=PROCESS_SECONDS).returncode
+            lines = file.read_text().splitlines() if file.exists() else []
+        found = [Row.from_json(json.loads(line)) for line in lines]
+        self.rows += found
+        have = {(row.tokens, row.target) for row in found}
+        how = f"stopped after {PROCESS_SECONDS:.0f} s" if code is None else f"failed: exit code {code}"
+        for count, targets in job.plan.items():
+            self.rows += [Row(job.contender, count, t, status=how) for t in targets if (count, t) not in have]
+
+    def write(self) -> None:
+        """JSON, Markdown and the picture of what there is."""
+        merged = merge_rounds(self.rows)
+        data = {
+            "benchmark": "engine",
+            "environment": self.environment,
+            "settings": {
+                "rounds": self.given.rounds,
+                "repeats": self.given.repeats,
+                "seconds_a_block": self.given.seconds,
+                "tiny": self.given.tiny,
+            },
+            "seconds": time.monotonic() - self.started,
+            "rows": [row.as_json() for row in merged],
+        }
+        name = "engine-tiny" if self.given.tiny else "engine"
+        write_results(self.given.output, name, data, markdown(merged, self.environment))
+        from benchmarks.plots import engine_picture
+
+        engine_picture(merged, self.given.output / f"{name}.png")
+
+
+def child_environment(job: Job) -> dict[str, str]:
+    """What a contender's process sees: no settings of ours, the public wheel before our tree only where it is meant."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("FT_")}
+    path = [str(ROOT)]
+    public = kept.get("PUBLIC_FLEXTENSOR")
+    if job.contender == "public-flextensor" and public:
+        path.insert(0, str(Path(public).resolve()))
+    kept["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return kept
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    options = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--tokens", type=int, nargs="+", help="default: 4096 1024 16384")
+    options.add_argument(
+        "--budgets", nargs="+", default=[], help="GiB of weights, 50%%, latency or peak:GiB; default: a sweep"
+    )
+    options.add_argument("--contenders", nargs="+", help="only these")
+    options.add_argument("--rounds", type=int, default=1, help="of all processes")
+    options.add_argument("--repeats", type=int, default=2, help="of each timed block in a process")
+    options.add_argument("--seconds", type=float, help="of one timed block; default 0.8, tiny 0.1")
+    options.add_argument("--all-tokens", action="store_true", help="slow contenders at every token count")
+    options.add_argument("--time-limit", type=float, default=0, help="seconds after which no process is started")
+    options.add_argument("--trace", default="6", help="the target of which a trace is written")
+    options.add_argument("--output", type=Path, default=RESULTS)
+    options.add_argument("--tiny", action="store_true", help="a small model on the host device")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; 1 when one of our own rows failed."""
+    given = parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    given.output = given.output.resolve()
+    given.output.mkdir(parents=True, exist_ok=True)
+    given.seconds = given.seconds or (0.1 if given.tiny else 0.8)
+    tokens = given.tokens or ([TINY_TOKENS] if given.tiny else [4096, 1024, 16384])
+    if given.tiny and given.trace == "6":
+        given.trace = (given.budgets or TINY_SWEEP)[-1]
+    work = jobs(tokens, given.budgets, tiny=given.tiny, every=given.all_tokens)
+    if given.contenders:
+        known = [*dict.fromkeys(job.contender for job in work), *OPTIONAL]
+        for name in given.contenders:
+            if name not in known:
+                raise SystemExit(f"no contender {name!r}; there are {', '.join(known)}")
+        ours = [job for job in work if job.contender == "ours"]
+        work = [job for job in work if job.contender in given.contenders]
+        work += [Job(name, job.plan) for name in OPTIONAL if name in given.contenders for job in ours]
+    driver = Driver(given)
+    driver.run(work)
+    return 1 if any(row.status.startswith("failed") for row in driver.rows if row.contender.startswith("ours")) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""Our engine over a sweep of budgets, in one process: set up once, a new plan a budget, the resident twin in between.
+
+Peaks are measured before the twin exists. Then each budget's steps run between two blocks of the twin's, all of it
+``repeats`` times, so that a clock that moves moves both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import flextensor
+from benchmarks.model import Shape, build, make_input, weight_bytes
+from benchmarks.rows import GIB, Row, median
+from benchmarks.stopwatch import back_to_back, link_bandwidth, steps_for, synchronize, warm_up_gpu
+from flextensor.config import parse_budget
+from flextensor.planner.plan import BudgetError, Plan
+from flextensor.runtime.device import Device
+
+logger = logging.getLogger(__name__)
+
+PEAK_MARGIN = 1 << 20
+"""Left free under a peak target: the allocator rounds each tensor up."""
+BLOCK_SECONDS = 0.8
+HOST_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one process measures. ``seconds``: of one timed block."""
+
+    shape: Shape
+    device: str
+    repeats: int = 2
+    seconds: float = BLOCK_SECONDS
+    trace_directory: Path | None = None
+    trace_target: str = "6"
+    resident_below_bytes: int = 1 << 20
+    host_link_bytes_per_second: float = 4e9
+
+
+def parse_target(target: str, total: int, activations: int) -> int | None:
+    """Bytes of weights on the device that ``target`` (see ``rows.Row``) allows; None: latency mode."""
+    if target == "latency":
+        return None
+    if target.startswith("peak:"):
+        return max(int(float(target.removeprefix("peak:")) * GIB) - activations - PEAK_MARGIN, 0)
+    try:
+        return int(float(target) * GIB)
+    except ValueError:
+        budget = parse_budget(target)
+        return int(budget * total) if isinstance(budget, float) else budget
+
+
+class Sweep:
+    """One offloaded model, one token count, many plans."""
+
+    def __init__(self, name: str, tokens: int, settings: Settings) -> None:
+        self.name, self.tokens, self.settings = name, tokens, settings
+        self.compiled = name.endswith("-compiled")
+        granularity = "piece" if "piece" in name else "unit"
+        config = flextensor.OffloadConfig(
+            include_patterns=("layers.*",),
+            gpu_device=settings.device,
+            stream_granularity=granularity,
+            resident_below_bytes=settings.resident_below_bytes,
+            host_link_bytes_per_second=settings.host_link_bytes_per_second,
+        )
+        # What the device is, before there is a model: its context is no part of the set-up.
+        self.torch_device = torch.device("cpu" if settings.device == "host" else "cuda")
+        warm_up_gpu(self.torch_device)
+        self.x = make_input(settings.shape, tokens, self.torch_device)
+        model = build(settings.shape)
+        self.total = weight_bytes(model)
+        synchronize(self.torch_device)
+        start = time.perf_counter()
+        self.model = flextensor.offload(model, config, compile_block if self.compiled else None, name=name)
+        self.manager = flextensor.get_offload_manager(name)
+        for _ in range(self.manager.iters_before_inference + 1):
+            self.model(self.x)
+        synchronize(self.torch_device)
+        self.setup_seconds = time.perf_counter() - start
+        self.device: Device = self.manager.device
+        if self.manager.phase != "inference":
+            raise RuntimeError(f"no plan after the set-up's steps; the engine is still in {self.manager.phase}")
+        self.activations = self._activations()
+        self._twin: nn.Module | None = None
+        self._expected: torch.Tensor | None = None
+        self.link = 0.0
+
+    def step(self) -> torch.Tensor:
+        """One forward."""
+        y: torch.Tensor = self.model(self.x)
+        return y
+
+    def resident_step(self) -> torch.Tensor:
+        """One forward of the twin."""
+        assert self._twin is not None
+        y: torch.Tensor = self._twin(self.x)
+        return y
+
+    # ---- one plan a target
+
+    def _activations(self) -> int:
+        """Bytes of the whole forward's peak that are no weights."""
+        peak, weights = self._peak()
+        return max(peak - weights, 0)
+
+    def _peak(self) -> tuple[int, int]:
+        self.step()
+        synchronize(self.torch_device)
+        self.device.reset_peak()
+        self.step()
+        self.step()
+        synchronize(self.torch_device)
+        usage = self.manager.get_gpu_memory_usage()
+        return self.device.peak_bytes(), usage["weights"] + usage["other_weights"]
+
+    def plan_for(self, target: str) -> tuple[Plan, int | None, float]:
+        """The plan, its budget in bytes and the seconds it took to find it. Raises BudgetError."""
+        budget = parse_target(target, self.total, self.activations)
+        start = time.perf_counter()
+        plan = self.manager.solve(budget, self.manager.current_profile())
+        return plan, budget, time.perf_counter() - start
+
+    def put_in_force(self, plan: Plan) -> float:
+        """Seconds until the first step under ``plan`` is done."""
+        synchronize(self.torch_device)
+        start = time.perf_counter()
+        self.manager.check(plan)
+        self.manager.stage(plan)
+        self.step()
+        synchronize(self.torch_device)
+        if self.manager.plan is not plan:
+            raise RuntimeError(f"the plan was not put in force: {self.manager.refusal}")
+        return time.perf_counter() - start
+
+    def survey(self, target: str) -> tuple[Row, Plan | None]:
+        """A plan, its peak, its host time: everything but the step's time."""
+        row = Row(self.name, self.tokens, target, version="this tree", total_weight_bytes=self.total)
+        try:
+            plan, budget, solve_seconds = self.plan_for(target)
+        except BudgetError as error:
+            return dataclasses.replace(row, status=f"no plan: {error}"), None
+        seconds = self.put_in_force(plan)
+        peak, weights = self._peak()
+        host, loader = self._host_seconds()
+        return (
+            dataclasses.replace(
+                row,
+                status=self._granularity_note(plan),
+                budget_bytes=budget,
+                peak_bytes=peak,
+                device_weight_bytes=weights,
+                setup_seconds=self.setup_seconds,
+                replan_seconds=solve_seconds + seconds,
+                predicted_seconds=None if plan.prediction is None else plan.prediction.step_seconds,
+                host_seconds_a_unit=host,
+                loader_seconds_a_unit=loader,
+            ),
+            plan,
+        )
+
+    def _granularity_note(self, plan: Plan) -> str:
+        wanted = self.manager.config.stream_granularity
+        if wanted == "piece" and len(plan.visits) <= self.settings.shape.blocks:
+            return "ok; but the engine streamed whole units"
+        return "ok"
+
+    def _host_seconds(self) -> tuple[float, float]:
+        """Host seconds a visit of all that offloading adds, and of the loader alone: enter and exit, no compute."""
+        manager, loader = self.manager, self.manager._loader
+        visits = loader.plan.visits
+
+        def whole() -> None:
+            for unit in visits:
+                manager._enter(unit, (self.x,), {})
+                manager._leave(unit)
+
+        def bare() -> None:
+            loader.begin_step("")
+            for unit in visits:
+                loader.enter(unit)
+                loader.exit(unit)
+
+        found = []
+        for run in (whole, bare):
+            samples = []
+            for _ in range(HOST_STEPS):
+                self.device.synchronize()
+                start = time.perf_counter()
+                run()
+                samples.append((time.perf_counter() - start) / len(visits))
+            found.append(median(samples))
+        self.device.synchronize()
+        return found[0], found[1]
+
+    # ---- the step's time
+
+    def add_twin(self) -> None:
+        """The un-offloaded model beside it, its output, and the link's speed."""
+        self.link = link_bandwidth(self.device, nbytes=(256 << 20) if self.torch_device.type == "cuda" else 4 << 20)
+        twin = build(self.settings.shape, self.torch_device)
+        if self.compiled:
+            for block in twin.layers:
+                block.compile(fullgraph=True)
+        self._twin = twin
+        with torch.no_grad():
+            self._expected = self.resident_step()
+        self.resident_seconds()
+
+    def resident_seconds(self) -> float:
+        """The twin's step, back to back."""
+        once = back_to_back(self.resident_step, 1, self.torch_device)
+        steps = steps_for(self.settings.seconds / 2, once, most=20)
+        return back_to_back(self.resident_step, steps, self.torch_device)
+
+    def time_steps(self, row: Row, plan: Plan, before: float) -> tuple[Row, float]:
+        """One timed block under ``plan`` and one of the twin's after it, added to ``row``; the latter's seconds."""
+        self.put_in_force(plan)
+        once = back_to_back(self.step, 2, self.torch_device)
+        count = steps_for(self.settings.seconds, once)
+        then = self.manager.live()
+        seconds = back_to_back(self.step, count, self.torch_device)
+        y = self.step()
+        self.manager.collect_offload_timing()
+        now = self.manager.live()
+        assert self._expected is not None
+        same = bool(torch.equal(y, self._expected)) and row.identical is not False
+        difference = float((y.float() - self._expected.float()).abs().max())
+        after = self.resident_seconds()
+        return (
+            dataclasses.replace(
+                row,
+                step_samples=(*row.step_samples, seconds),
+                resident_seconds=(before + after) / 2,
+                streamed_bytes=round((now.copied_bytes_total - then.copied_bytes_total) / (count + 1)),
+                compute_seconds=now.compute_seconds or None,
+                stall_seconds=now.stall_seconds if now.compute_seconds else None,
+                transfer_seconds=now.transfer_seconds or None,
+                identical=same,
+                largest_difference=max(difference, row.largest_difference or 0.0),
+                unforeseen_visits=(row.unforeseen_visits or 0) + now.unforeseen_visits - then.unforeseen_visits,
+            ),
+            after,
+        )
+
+    def summarise(self, timed: Sequence[Row]) -> Row:
+        """One row of a target's repeats: medians, and the floors."""
+        last = timed[-1]
+        step = median(last.step_samples)
+        resident = median([row.resident_seconds for row in timed if row.resident_seconds is not None])
+        streamed = last.streamed_bytes or 0
+        floor = max(resident, streamed / self.link)
+        allowed = last.budget_bytes if last.budget_bytes is not None else last.device_weight_bytes or 0
+        ideal = max(resident, (self.total - allowed) / self.link)
+        predicted = last.predicted_seconds
+        return dataclasses.replace(
+            last,
+            step_seconds=step,
+            resident_seconds=resident,
+            link_bytes_per_second=self.link,
+            floor_seconds=floor,
+            ratio=step / floor,
+            ideal_seconds=ideal,
+            ratio_to_ideal=step / ideal,
+            prediction_error=None if predicted is None else predicted / step - 1,
+        )
+
+    def write_trace(self, row: Row) -> None:
+        """The newest sampled step as a picture, where this row is the one asked for."""
+        directory = self.settings.trace_directory
+        steps = self.manager.sampled_steps()
+        if directory is None or row.target != self.settings.trace_target or not steps:
+            return
+        from launch.trace import write_step
+
+        write_step(
+            self.manager,
+            directory / f"trace-{self.name}-{self.tokens}",
+            title=f"{self.tokens} tokens, {row.target} GiB of weights on the GPU",
+            period=row.step_samples[-1] if row.step_samples else None,
+        )
+
+    def rows(self, targets: Sequence[str]) -> Iterator[Row]:
+        """The rows of all targets; those without a plan at once."""
+        surveyed = [self.survey(target) for target in targets]
+        yield from (row for row, plan in surveyed if plan is None)
+        going: dict[int, tuple[Row, Plan]] = {
+            at: (row, plan) for at, (row, plan) in enumerate(surveyed) if plan is not None
+        }
+        self.add_twin()
+        blocks: dict[int, list[Row]] = {at: [] for at in going}
+        before = self.resident_seconds()
+        for repeat in range(self.settings.repeats):
+            for at, (row, plan) in list(going.items()):
+                row, before = self.time_steps(row, plan, before)
+                going[at] = row, plan
+                blocks[at].append(row)
+                logger.info(
+                    "%s, %d tokens, %s: %.2f ms (resident %.2f ms)",
+                    self.name,
+                    self.tokens,
+                    row.target,
+                    row.step_samples[-1] * 1e3,
+                    before * 1e3,
+                )
+                if repeat == self.settings.repeats - 1:
+                    self.write_trace(row)
+                    yield self.summarise(blocks[at])
+
+    def close(self) -> None:
+        """A plain model again, and nothing on the device."""
+        self._twin = self._expected = None
+        self.manager.release()
+
+
+def compile_block(module: nn.Module) -> nn.Module:
+    """``compile_fn`` of the compiled contenders."""
+    compiled: Any = torch.compile(module, fullgraph=True)
+    return compiled
+
+
+def run(name: str, tokens: Sequence[int], targets: Callable[[int], Sequence[str]], settings: Settings) -> Iterator[Row]:
+    """The rows of our engine at each token count, each with a set-up of its own."""
+    for count in tokens:
+        wanted = targets(count)
+        if not wanted:
+            continue
+        sweep = Sweep(name, count, settings)
+        try:
+            yield from sweep.rows(wanted)
+        finally:
+            sweep.close()

@@ -1,0 +1,107 @@
+"""Pictures of results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rows import GIB, Row
+
+OURS = "#0b6e4f"
+FLOOR = "#444444"
+COLOURS = {
+    "resident": "#1f77b4",
+    "resident-compiled": "#6baed6",
+    "public-flextensor": "#d1495b",
+    "diffusers-block": "#8e6c8a",
+    "diffusers-leaf": "#b08bbb",
+    "accelerate": "#edae49",
+    "ours-piece": "#66a182",
+    "ours-compiled": "#2e4057",
+}
+MARKS = {"public-flextensor": "D", "diffusers-block": "s", "diffusers-leaf": "^", "accelerate": "v", "ours-piece": "P"}
+
+
+def engine_picture(rows: Sequence[Row], path: Path) -> None:
+    """Step time over weights on the GPU, a panel a token count: ours, the floor as a line, contenders as points.
+
+    A contender's weights on the GPU: its peak less the activations of the resident model.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    counts = sorted({row.tokens for row in rows if row.step_seconds is not None})
+    if not counts:
+        return
+    figure = Figure(figsize=(5.4 * len(counts) + 0.6, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    for at, tokens in enumerate(counts):
+        axes = figure.add_subplot(1, len(counts), at + 1)
+        _panel(axes, [row for row in rows if row.tokens == tokens and row.step_seconds is not None], tokens)
+    figure.axes[0].set_ylabel("a forward, back to back, ms")
+    figure.savefig(path, dpi=150)
+
+
+def _panel(axes: Any, rows: Sequence[Row], tokens: int) -> None:
+    ours = sorted(
+        (row for row in rows if row.contender == "ours" and row.device_weight_bytes is not None),
+        key=lambda row: row.device_weight_bytes or 0,
+    )
+    scale, unit = (
+        (GIB, "GiB") if max((row.total_weight_bytes or 0 for row in rows), default=0) > GIB else (2**20, "MiB")
+    )
+    if ours:
+        x = [(row.device_weight_bytes or 0) / scale for row in ours]
+        axes.plot(x, [(row.floor_seconds or 0) * 1e3 for row in ours], color=FLOOR, lw=1.2, label="floor", zorder=2)
+        axes.plot(x, [(row.step_seconds or 0) * 1e3 for row in ours], "o", color=OURS, ms=6, label="ours", zorder=4)
+    activations = _activations(rows)
+    for row in rows:
+        if row.contender == "ours":
+            continue
+        weights = row.device_weight_bytes
+        if weights is None:
+            if row.peak_bytes is None or activations is None:
+                continue
+            weights = max(row.peak_bytes - activations, 0)
+        _point(axes, row, weights / scale)
+    top = max((row.step_seconds or 0) * 1e3 for row in ours) if ours else None
+    if top is not None:
+        outside = [row for row in rows if (row.step_seconds or 0) * 1e3 > 1.6 * top]
+        axes.set_ylim(0, 1.3 * top)
+        for row in outside:
+            axes.annotate(
+                f"{row.contender}: {(row.step_seconds or 0) * 1e3:.0f} ms",
+                (0.02, 0.96),
+                xycoords="axes fraction",
+                fontsize=8,
+                color=COLOURS.get(row.contender, "black"),
+                va="top",
+            )
+    axes.set_title(f"{tokens} tokens")
+    axes.set_xlabel(f"weights on the GPU, {unit}")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.25)
+    handles, labels = axes.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    axes.legend(unique.values(), unique.keys(), fontsize=8, loc="lower left")
+
+
+def _point(axes: Any, row: Row, weights: float) -> None:
+    axes.plot(
+        [weights],
+        [(row.step_seconds or 0) * 1e3],
+        MARKS.get(row.contender, "o"),
+        color=COLOURS.get(row.contender, "black"),
+        ms=6,
+        label=row.contender,
+        zorder=3,
+    )
+
+
+def _activations(rows: Sequence[Row]) -> int | None:
+    """Peak less weights of the resident model."""
+    for row in rows:
+        if row.contender == "resident" and row.peak_bytes and row.total_weight_bytes:
+            return row.peak_bytes - row.total_weight_bytes
+    return None
