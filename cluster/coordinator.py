@@ -266,9 +266,9 @@ class Coordinator:
     ) -> None:
         old = self._history[-1] if self._history else None
         self._epoch = outcome.epoch
-        epoch = self._remember(
-            outcome.epoch, request.reason, next(iter(budgets.values()), None), outcome.parked_seconds
-        )
+        asked = request.budget is not None or request.latency
+        budget = request.budget if asked else next(iter(budgets.values()), None)
+        epoch = self._remember(outcome.epoch, request.reason, budget, outcome.parked_seconds)
         epoch.plans = {rank: proposal.plan for rank, proposal in proposals.items()}
         epoch.budgets = dict(budgets)
         self._predict(epoch)
@@ -578,8 +578,9 @@ async def _awaitable(reference: Awaitable[T]) -> T:
 def _why(error: BaseException) -> str:
     """The worker's own exception in one line."""
     cause = getattr(error, "cause", None) or error
-    lines = str(cause).strip().splitlines() or [""]
-    return lines[0] if not isinstance(cause, RayActorError) else f"{type(cause).__name__}: {lines[0]}"
+    if isinstance(cause, RayActorError):
+        return f"its process is gone ({type(cause).__name__})"
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]
 
 
 def _was_restarted() -> bool:

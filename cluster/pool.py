@@ -14,8 +14,9 @@ from cluster.messages import Item, Lease, WorkerState
 
 logger = logging.getLogger(__name__)
 
-LIVES_WITHOUT_WORK = 3
-"""A worker that dies this often without finishing one lease in between is given up."""
+LIVES_WITHOUT_WORK = 6
+"""A worker that fails this often without finishing one lease in between is given up. Calls while Ray starts the process
+again fail too, so one death counts up to twice."""
 
 
 class NoWorkers(RuntimeError):
@@ -134,5 +135,7 @@ class WorkerPool:
 
 def _first_line(error: BaseException) -> str:
     cause = getattr(error, "cause", None) or error
+    if isinstance(cause, RayActorError):
+        return f"its process is gone ({type(cause).__name__})"
     lines = str(cause).strip().splitlines()
     return f"{type(cause).__name__}: {lines[0] if lines else ''}"

@@ -80,8 +80,8 @@ def offload(
         raise ConfigError("external_compile = True and compile_fn exclude each other: who compiles?")
     if config.stream_granularity == "piece" and (compile_fn is not None or config.external_compile):
         raise ConfigError(
-            "stream_granularity = 'piece' releases weights inside a unit and works eagerly only: leave out compilation, "
-            "or set 'unit'"
+            "stream_granularity = 'piece' releases weights inside a unit and works eagerly only: leave out "
+            "compilation, or set 'unit'"
         )
     selection = select(model, config)
     if not selection.units:

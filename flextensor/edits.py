@@ -60,6 +60,13 @@ class WeightWatch:
         if new is entry.tensor:
             return None
         old = entry.weight.tensor
+        others = {id(other.registry.get(other.attribute)) for other in self._entries if other.weight is entry.weight}
+        if len(others) > 1:
+            raise OffloadError(
+                f"weight {entry.weight.name!r} was replaced under one of its names ({', '.join(entry.weight.names)}) "
+                "only, which unties it; put the same parameter in all its places, or call flextensor.release(), change "
+                "the model, and offload it again"
+            )
         if new is None or new.shape != old.shape or new.dtype != old.dtype:
             found = "nothing" if new is None else f"{tuple(new.shape)} {new.dtype}"
             raise OffloadError(

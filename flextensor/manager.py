@@ -232,8 +232,8 @@ class OffloadManager:
         if tracked or inputs:
             what = f"weight {tracked[0]!r}" if tracked else "an input"
             raise OffloadError(
-                f"unit {self._pieces[unit].name!r} was called with gradients enabled and {what} requires one; weights "
-                "are gone from the device by the time of a backward pass: use torch.no_grad(), or "
+                f"unit {self._pieces[unit].name!r} was called with gradients enabled and {what} requires one; "
+                "weights are gone from the device by the time of a backward pass: use torch.no_grad(), or "
                 "model.requires_grad_(False)"
             )
 
@@ -432,7 +432,8 @@ class OffloadManager:
         other = profile.other_bytes
         nbytes: int | None = None
         if budget is not None:
-            nbytes = int(budget * (profile.total_bytes + other)) if isinstance(budget, float) else budget
+            whole = sum(_aligned(tensor.nbytes) for tensor in profile.tensors) + other
+            nbytes = int(budget * whole) if isinstance(budget, float) else budget
         try:
             return search(
                 profile,

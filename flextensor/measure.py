@@ -21,12 +21,15 @@ CURVE_SIZES = tuple(1 << k for k in range(16, 29, 2))
 def kind_of(args: Iterable[object], kwargs: dict[str, object]) -> str:
     """The kind of a step from what its first unit is given: rows (tokens, pixels ...), to the next power of two.
 
+    Whole numbers are indexes (token ids), each of which is a row.
+
     A decode step, a prefill and another batch size thus are different kinds; two prompts of nearly the same length
     are not.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
-            rows = value.numel() // max(value.shape[-1], 1)
+            columns = value.shape[-1] if value.is_floating_point() else 1
+            rows = value.numel() // max(columns, 1)
             return f"rows<={1 << max(rows - 1, 0).bit_length()}"
     return "step"
 

@@ -98,7 +98,7 @@ def _make_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 class UnitHandle:
-    """A unit's way to its manager, whose ``enter(args, kwargs)``, ``leave()``, ``abort()`` and ``traced()`` it calls."""
+    """A unit's way to its manager: calls its ``enter(args, kwargs)``, ``leave()``, ``abort()`` and ``traced()``."""
 
     def __init__(
         self,

@@ -287,7 +287,7 @@ def _assign(
 
 
 def pieces_of(units: Sequence[Unit]) -> list[Unit]:
-    """The leaf modules of ``units`` that own weights, each to be waited for and released on its own.
+    """The leaf modules of ``units`` that own weights to stream, each to be waited for and released on its own.
 
     Weights of a module around such leaves would have to be there for as long as all of them together: they stay
     resident.
@@ -298,13 +298,14 @@ def pieces_of(units: Sequence[Unit]) -> list[Unit]:
         names = {module: name for name, module in unit.module.named_modules(prefix=unit.name)}
         for weight in unit.weights:
             for owner in dict.fromkeys(owner for owner, _ in weight.places if owner in names):
-                owned.setdefault(owner, []).append(weight)
+                if not weight.resident_reason:
+                    owned.setdefault(owner, []).append(weight)
         for module, name in names.items():
             if module not in owned:
                 continue
             if any(other in owned for other in module.modules() if other is not module):
                 for weight in owned[module]:
-                    weight.resident_reason = weight.resident_reason or "its module encloses other pieces"
+                    weight.resident_reason = "its module encloses other pieces"
             else:
                 pieces.append(Unit(name, module, owned[module]))
     return pieces

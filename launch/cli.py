@@ -152,7 +152,7 @@ def resume(address: Address = None, namespace: Namespace = None) -> None:
 
 
 def _console() -> Console:
-    return Console()
+    return Console() if sys.stdout.isatty() else Console(width=120)
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
 from cluster.messages import ReplanOutcome, ReplanRequest
 from cluster.session import find_run
@@ -60,9 +59,15 @@ def _tell(outcome: ReplanOutcome, console: Console) -> bool:
     if (not outcome.committed and not outcome.dry_run) or (outcome.reason and not outcome.committed):
         console.print(f"refused: {outcome.reason}; all workers stay at epoch {outcome.epoch}", soft_wrap=True)
         return False
-    table = Table(title="dry run, nothing changed" if outcome.dry_run else f"epoch {outcome.epoch}")
-    for column in ("worker", "weights on device", "streamed/step", "step before", "step predicted", "stall predicted"):
-        table.add_column(column, justify="right")
+    table = words.table(
+        "worker",
+        "weights on device",
+        "streamed a step",
+        "step before",
+        "predicted",
+        "stall",
+        title="dry run, nothing changed" if outcome.dry_run else f"epoch {outcome.epoch}",
+    )
     for change in outcome.changes:
         predicted = change.predicted
         table.add_row(

@@ -13,7 +13,6 @@ from typing import Any
 
 import ray
 from rich.console import Console
-from rich.table import Table
 
 from cluster.messages import EpochRecord, JobProgress, Lease, LeaseResult, RunStatus, WorkerState
 from cluster.pool import WorkerPool
@@ -65,9 +64,17 @@ class RunReport:
 
     def show(self, console: Console) -> None:
         """Print the table."""
-        table = Table(title=f"{self.model} on {len(self.workers)} workers ({self.device})")
-        for column in ("worker", "resident", "streamed/step", "copied in all", "step", "predicted", "floor", "stall"):
-            table.add_column(column, justify="right")
+        table = words.table(
+            "worker",
+            "resident",
+            "streamed",
+            "copied in all",
+            "step",
+            "predicted",
+            "floor",
+            "stall",
+            title=f"{self.model} on {len(self.workers)} workers ({self.device})",
+        )
         for state in self.workers:
             predicted = state.predicted
             table.add_row(

@@ -11,7 +11,6 @@ from typing import Any
 import ray
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from cluster.messages import RunStatus, WorkerState
@@ -78,11 +77,10 @@ def status_json(status: RunStatus) -> dict[str, Any]:
 
 def status_view(status: RunStatus) -> RenderableType:
     """The table that people see."""
-    table = Table(title=f"{status.namespace}, epoch {status.epoch}{', paused' if status.paused else ''}")
-    for column in ("worker", "device", "epoch", "phase"):
-        table.add_column(column)
-    for column in ("resident", "streamed/step", "step", "predicted", "stall", "link GB/s", "host memory"):
-        table.add_column(column, justify="right")
+    title = f"{status.namespace}, epoch {status.epoch}{', paused' if status.paused else ''}"
+    table = words.table(
+        "worker", "device", "epoch", "resident", "streamed", "step/pred. ms", "stall", "GB/s", "host mem", title=title
+    )
     for state in status.workers:
         table.add_row(*_row(state))
     job = status.job
@@ -99,18 +97,18 @@ def status_view(status: RunStatus) -> RenderableType:
 
 def _row(state: WorkerState) -> tuple[str, ...]:
     nominal = state.gpu.link_nominal_bytes_per_second if state.gpu else None
-    link = f"{state.link_bytes_per_second / 1e9:.2f}" + (f" of {nominal / 1e9:.0f}" if nominal else "")
-    device = f"{state.gpu.name} {state.gpu.uuid[-12:]}" if state.gpu else state.device
+    device = f"{state.gpu.name.removeprefix('NVIDIA ')} {state.gpu.uuid[-6:]}" if state.gpu else state.device
+    who = f"{state.rank} {state.node}"
+    if state.predicted is None or state.phase != "ready":
+        return who, device, state.note or state.phase
     return (
-        str(state.rank),
-        f"{device} on {state.node}",
-        str(state.epoch),
-        state.note or ("paused" if state.paused else state.phase),
+        who,
+        device,
+        f"{state.epoch} paused" if state.paused else str(state.epoch),
         words.size(state.resident_bytes),
         words.size(state.streamed_bytes),
-        words.milliseconds(state.step_seconds),
-        words.milliseconds(state.predicted.step_seconds if state.predicted else 0.0),
+        f"{state.step_seconds * 1e3:.1f}/{state.predicted.step_seconds * 1e3:.1f}",
         f"{state.stall_share:.0%}",
-        link,
+        f"{state.link_bytes_per_second / 1e9:.2f}" + (f"/{nominal / 1e9:.0f}" if nominal else ""),
         words.size(state.host.pss_bytes) if state.host else "-",
     )

@@ -32,15 +32,6 @@ class Menu:
         """The index of the largest entry of at most ``nbytes``."""
         return bisect.bisect_right(self.nbytes, nbytes) - 1
 
-    def nearest(self, seconds: float, top: int) -> int:
-        """The index up to ``top`` of the entry nearest to ``seconds``."""
-        at = bisect.bisect_left(self.seconds, seconds, 0, top + 1)
-        if at == 0:
-            return 0
-        if at > top:
-            return top
-        return at if self.seconds[at] - seconds < seconds - self.seconds[at - 1] else at - 1
-
 
 class Menus:
     """The menus of all units, their tensors that no other unit reads, and the weight of each visit."""
@@ -51,6 +42,9 @@ class Menus:
         self._known: dict[tuple[object, ...], tuple[tuple[tuple[int, ...], ...], tuple[float, ...]]] = {}
         self.menus = [self._menu([t for t in row if t not in layout.shared]) for row in layout.reads]
         self.weights = layout.weights
+        self.seconds = [menu.seconds for menu in self.menus]
+        self.limits = [seconds[-1] for seconds in self.seconds]
+        self._known_tops: dict[int, list[int]] = {}
 
     def _menu(self, row: Sequence[int]) -> Menu:
         tensors = [self.layout.profile.tensors[t] for t in row]
@@ -88,21 +82,38 @@ class Menus:
 
     def spread(self, rate: float, cap: int) -> list[int]:
         """The entry of each unit's menu at ``rate`` seconds of copies a second of compute, ``cap`` bytes a unit."""
+        tops = self._tops(cap)
         picked = [-1] * len(self.menus)
         debt = 0.0
+        seconds, limits = self.seconds, self.limits
         for unit, weight in zip(self.layout.profile.visits, self.weights, strict=True):
-            menu = self.menus[unit]
             debt += rate * weight
-            if picked[unit] < 0:
-                picked[unit] = menu.nearest(debt, menu.under(cap))
-            debt -= menu.seconds[picked[unit]]
+            own = seconds[unit]
+            at = picked[unit]
+            if at < 0:
+                at, top = bisect.bisect_left(own, debt), tops[unit]
+                if at > top:
+                    at = top
+                elif at and own[at] - debt >= debt - own[at - 1]:
+                    at -= 1
+                picked[unit] = at
+            debt -= own[at]
             # What no entry here can pay is not owed by the next unit: it has its own compute to hide behind.
-            limit = menu.seconds[-1]
-            debt = min(max(debt, -limit), limit)
-        for unit, menu in enumerate(self.menus):
-            if picked[unit] < 0:
-                picked[unit] = menu.under(cap)
-        return picked
+            limit = limits[unit]
+            if debt > limit:
+                debt = limit
+            elif debt < -limit:
+                debt = -limit
+        return [top if at < 0 else at for at, top in zip(picked, tops, strict=True)]
+
+    def _tops(self, cap: int) -> list[int]:
+        if cap not in self._known_tops:
+            self._known_tops[cap] = [menu.under(cap) for menu in self.menus]
+        return self._known_tops[cap]
+
+    def transfer(self, picked: Sequence[int]) -> float:
+        """Seconds of a step's copies, were every visit to fetch what it reads."""
+        return sum([self.seconds[unit][picked[unit]] for unit in self.layout.profile.visits])
 
     def resident_bytes(self, picked: Sequence[int]) -> int:
         """Bytes that stay on the device of the tensors that the menus decide."""
@@ -113,11 +124,11 @@ class Menus:
         high = max_rate = self._top_rate()
         picked = self.spread(high, cap)
         if self.resident_bytes(picked) > room:
-            picked = [menu.under(cap) for menu in self.menus]
+            picked = self._tops(cap)
             if self.resident_bytes(picked) > room:
                 return None
         low = 0.0
-        for _ in range(24):
+        for _ in range(16):
             middle = (low + high) / 2
             trial = self.spread(middle, cap)
             if self.resident_bytes(trial) <= room:

@@ -2,23 +2,22 @@
 
 Memory mode: the least step time within a budget. Latency mode: the least memory whose step costs no time. Both look
 at a grid of arenas and of the most bytes that one unit may stream, spread the streaming over the step for each
-(``choose.py``), and then improve the best by small moves. The same input gives the same plan: the effort is counted in
-simulated copies, never in seconds.
+(``choose.py``), look closer around the best, and then improve it by small moves. The same input gives the same plan:
+effort is counted in tensors placed, never in seconds.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flextensor.planner.build import assemble, default_arena
+from flextensor.planner.build import default_arena
 from flextensor.planner.choose import Menus
-from flextensor.planner.copies import runs_of
-from flextensor.planner.layout import Layout, NoRoom, Placement, place_ring
-from flextensor.planner.mix import kind_weights, kinds_of, resident_seconds
+from flextensor.planner.layout import Layout
 from flextensor.planner.plan import ALIGNMENT, BudgetError, Plan, align
-from flextensor.planner.simulate import CopyTimes, predicted, settle
+from flextensor.planner.simulate import predicted
+from flextensor.planner.trial import Judge, Limits, Trial
 from flextensor.planner.verify import verify_plan
 from flextensor.profile import Profile
 
@@ -27,29 +26,8 @@ logger = logging.getLogger(__name__)
 SAME_TIME = 2e-4
 """Steps whose times differ by less than this share count as equally fast; then fewer bytes win."""
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What a search must keep to. num_blocks, min_blocks: the arena in units of the most that one visit streams."""
-
-    budget_bytes: int | None
-    num_blocks: int | None
-    min_blocks: int
-    scale: float
-    tolerance: float
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One point of the search, simulated."""
-
-    streamed: frozenset[int]
-    arena: int
-    placement: Placement
-    seconds: float
-    transfer: float
-    weight_bytes: int
-    streamed_bytes: int
+EFFORT = 100_000
+"""Tensors placed by the small moves; small models have more moves than this pays for, large ones get a few."""
 
 
 def search(
@@ -60,230 +38,203 @@ def search(
     min_blocks: int = 1,
     transfer_budget_scale: float = 1.0,
     tolerance: float = 0.003,
+    link_margin: float = 0.02,
 ) -> Plan:
     """The best plan found, verified, with its prediction.
 
     budget_bytes: device memory for weights (memory mode); None is latency mode: the least memory whose step is within
-        ``tolerance`` of the resident model's.
+        ``tolerance`` of the resident model's, also on a link slower by ``link_margin``.
     num_blocks, min_blocks: the most and fewest units whose streamed bytes the arena holds.
     transfer_budget_scale: latency mode lets copies take this share of the compute time.
     Raises BudgetError, with the least bytes that work, when no plan fits.
     """
-    limits = Limits(budget_bytes, num_blocks, min_blocks, transfer_budget_scale, tolerance)
-    finder = _Search(Layout.of(profile), limits)
+    limits = Limits(budget_bytes, num_blocks, min_blocks, transfer_budget_scale, tolerance, link_margin)
+    finder = _Search(Judge(Layout.of(profile), limits))
     plan = predicted(finder.plan(), profile)
     verify_plan(plan, profile)
-    logger.debug("planned with %d simulations: %s", finder.spent, plan.prediction)
+    logger.debug("planned, %d tensors placed: %s", finder.judge.spent, plan.prediction)
     return plan
 
 
+@dataclass(frozen=True)
+class _Setting:
+    """What a spread is made for: the arena, the most bytes a unit streams, and which shared tensors are streamed."""
+
+    arena: int
+    cap: int
+    shared: frozenset[int]
+
+
 class _Search:
-    def __init__(self, layout: Layout, limits: Limits) -> None:
-        self.layout, self.limits = layout, limits
-        self.profile = layout.profile
-        self.kinds = kinds_of(self.profile)
-        self.mix = kind_weights(self.kinds)
-        self.menus = Menus(layout)
-        self.spent = 0
-        self.copy_seconds: dict[int, float] = {}
-        self.resident_time = sum(w * resident_seconds(k) for w, k in zip(self.mix, self.kinds, strict=True))
-        self.everything = frozenset(range(len(layout.size))) - layout.forced
+    def __init__(self, judge: Judge) -> None:
+        self.judge, self.layout, self.limits = judge, judge.layout, judge.limits
+        self.menus = Menus(judge.layout)
+        self.unit_bytes = self.layout.unit_bytes([list(row) for row in self.layout.reads])
         self.best: Trial | None = None
-        streamable = sum(len(row) for row in layout.reads) + len(self.profile.visits)
-        self.effort = max(60, min(1500, 60_000 // max(streamable, 1)))
-
-    # -- one point ---------------------------------------------------------------------------------------------
-
-    def evaluate(self, streamed: frozenset[int], arena: int, placement: Placement = place_ring) -> Trial | None:
-        """Simulate one choice; None when it does not fit the arena or the budget."""
-        layout = self.layout
-        resident_bytes = layout.total_bytes - sum([layout.size[t] for t in streamed])
-        rows = [[t for t in row if t in streamed] for row in layout.reads]
-        largest = max(layout.unit_bytes(rows), default=0)
-        if self.limits.num_blocks is not None:
-            arena = min(arena, self.limits.num_blocks * largest)
-        arena = max(arena, min(self.limits.min_blocks * largest, sum(layout.size[t] for t in streamed)))
-        if largest > arena:
-            return None
-        try:
-            offsets = placement(layout, rows, arena)
-        except NoRoom:
-            return None
-        self.spent += 1
-        used = max([offsets[t] + layout.size[t] for t in offsets], default=0)
-        if self.limits.budget_bytes is not None and resident_bytes + used > self.limits.budget_bytes:
-            return None
-        times: CopyTimes = [[] for _ in self.profile.visits]
-        steps, known, curve = len(times), self.copy_seconds, self.profile.transfer
-        transfer, nbytes = 0.0, 0
-        for run in runs_of(layout, rows, offsets, used):
-            seconds = known.get(run.nbytes)
-            if seconds is None:
-                seconds = known[run.nbytes] = curve.seconds(run.nbytes)
-            times[run.visit].append((seconds, run.after % steps, 0 if run.after >= 0 else 1))
-            transfer += seconds
-            nbytes += run.nbytes
-        total = sum(w * settle(times, kind, transfer)[0] for w, kind in zip(self.mix, self.kinds, strict=True))
-        return Trial(streamed, used, placement, total, transfer, resident_bytes + used, nbytes)
-
-    def plan_of(self, trial: Trial) -> Plan:
-        """The Plan of a point."""
-        resident = frozenset(range(len(self.layout.size))) - trial.streamed
-        rows = self.layout.streamed(resident)
-        offsets = trial.placement(self.layout, rows, trial.arena)
-        return assemble(self.layout, resident, rows, offsets, trial.arena, self.limits.budget_bytes)
-
-    # -- what is better ----------------------------------------------------------------------------------------
-
-    @property
-    def time_limit(self) -> float:
-        """Latency mode: the slowest step that is allowed."""
-        return max(1.0, self.limits.scale) * (1 + self.limits.tolerance) * self.resident_time
-
-    def allowed(self, trial: Trial) -> bool:
-        """Latency mode: no slower than the resident model, copies within their share."""
-        return trial.seconds <= self.time_limit and trial.transfer <= self.limits.scale * self.time_limit
+        self.best_setting: _Setting | None = None
 
     def key(self, trial: Trial) -> tuple[float, ...]:
         """Less is better."""
         if self.limits.budget_bytes is None:
-            return (0.0 if self.allowed(trial) else 1.0, trial.weight_bytes, trial.streamed_bytes, trial.seconds)
-        step = max(SAME_TIME * self.resident_time, 1e-12)
+            slow = 0.0 if self.judge.allowed(trial) else 1.0
+            return (slow, trial.weight_bytes, trial.streamed_bytes, trial.seconds)
+        step = max(SAME_TIME * self.judge.resident_seconds, 1e-12)
         return (round(trial.seconds / step), trial.streamed_bytes, trial.weight_bytes, trial.seconds)
 
-    def offer(self, trial: Trial | None) -> bool:
+    def offer(self, trial: Trial | None, setting: _Setting | None = None) -> bool:
         """Keep a better point; True when it was better."""
         if trial is None or (self.best is not None and self.key(trial) >= self.key(self.best)):
             return False
-        self.best = trial
+        self.best, self.best_setting = trial, setting or self.best_setting
         return True
-
-    # -- the search --------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
         """The best plan found."""
-        budget = self.limits.budget_bytes
-        nothing = frozenset[int]()
-        if not self.everything or (budget is not None and budget >= self.layout.total_bytes):
-            if budget is not None and budget < self.layout.total_bytes:
-                raise self._too_small(self.layout.total_bytes)
-            resident = self.evaluate(nothing, 0)
-            assert resident is not None, "a model without streamed tensors fits any arena"
-            return self.plan_of(resident)
-        if budget is None:
-            self.offer(self.evaluate(nothing, 0))
-        self._look_over_grid()
+        budget, total = self.limits.budget_bytes, self.layout.total_bytes
+        if budget is None or budget >= total or not self.judge.everything:
+            self.offer(self.judge.evaluate(frozenset(), 0))
+        if self.judge.everything and (budget is None or budget < total):
+            for setting in self._grid():
+                self._look(setting)
+            for setting in self._closer():
+                self._look(setting)
+            if self.best is None:
+                smallest = self.judge.smallest()
+                self.offer(self.judge.evaluate(smallest.streamed, smallest.arena, smallest.placement))
+            if self.best is not None:
+                self._improve()
         if self.best is None:
-            self._least()
-        if self.best is None:
-            raise self._too_small(self.needed())
-        self._improve()
-        return self.plan_of(self.best)
+            needed = self.judge.smallest().weight_bytes
+            raise BudgetError(
+                f"no plan fits a budget of {budget} bytes of device memory; at least {needed} bytes are needed "
+                f"(what must be resident, and the streamed tensors of the largest unit)",
+                needed,
+            )
+        return self.judge.plan_of(self.best)
 
-    def needed(self) -> int:
-        """The least bytes of device memory that work: one unit at a time in the arena, all else streamed."""
-        return self._smallest().weight_bytes
+    # -- arenas and caps ---------------------------------------------------------------------------------------
 
-    def _smallest(self) -> Trial:
-        unbound = _Search(self.layout, Limits(None, None, 1, 1.0, 0.0))
-        rows = [list(row) for row in self.layout.reads]
-        largest = max(self.layout.unit_bytes(rows), default=0)
-        found = unbound.evaluate(self.everything, largest)
-        own = self.everything - frozenset(self.layout.shared)
-        held = unbound.evaluate(own, max([sum(self.layout.size[t] for t in row if t in own) for row in rows]))
-        points = [p for p in (found, held) if p is not None]
-        return min(points, key=lambda p: p.weight_bytes)
-
-    def _least(self) -> None:
-        smallest = self._smallest()
-        self.offer(self.evaluate(smallest.streamed, smallest.arena, smallest.placement))
-
-    def _too_small(self, needed: int) -> BudgetError:
-        return BudgetError(
-            f"no plan fits a budget of {self.limits.budget_bytes} bytes of device memory; at least {needed} bytes are "
-            f"needed (what must be resident, and the streamed tensors of the largest unit)",
-            needed,
-        )
-
-    def _arenas(self) -> list[int]:
-        """Arena sizes worth a look: small multiples of the largest tensors and units, and a geometric grid."""
-        layout = self.layout
-        sizes = sorted({layout.size[t] for t in self.everything}, reverse=True)
-        units = layout.unit_bytes([list(row) for row in layout.reads])
-        most = sum(layout.size[t] for t in self.everything)
+    def _most(self) -> int:
+        """The largest arena worth a look."""
+        most = sum(self.layout.size[t] for t in self.judge.everything)
         if self.limits.budget_bytes is not None:
-            most = min(most, self.limits.budget_bytes - layout.forced_bytes)
-        found = {most}
-        for base in {sizes[0], sizes[len(sizes) // 2], max(units)}:
-            found.update(align(int(base * k)) for k in (1, 1.5, 2, 2.5, 3, 4))
+            most = min(most, self.limits.budget_bytes - self.layout.forced_bytes)
+        return most
+
+    def _grid(self) -> Iterator[_Setting]:
+        """Small multiples of the largest tensors and units, and a geometric range."""
+        most = self._most()
+        sizes = sorted({self.layout.size[t] for t in self.judge.everything}, reverse=True)
+        arenas = {most}
+        for base in {sizes[0], sizes[len(sizes) // 2]}:
+            arenas.update(align(int(base * k)) for k in (1, 2, 3, 4))
+        arenas.update(align(int(max(self.unit_bytes) * k)) for k in (1, 1.25, 1.5, 2, 2.5, 3, 4))
         low = max(sizes[-1], most // 400)
-        found.update(align(int(low * (most / low) ** (i / 12))) for i in range(12) if most > low)
-        return sorted(a for a in found if ALIGNMENT <= a <= most)
+        if most > low:
+            arenas.update(align(int(low * (most / low) ** (i / 8))) for i in range(8))
+        yield from self._settings((a for a in sorted(arenas, reverse=True) if a <= most), (1.0, 0.67, 0.5, 0.34))
 
-    def _caps(self, arena: int) -> Iterator[int]:
-        for share in (1.0, 0.75, 0.5, 0.34, 0.2):
-            yield int(arena * share)
-
-    def _look_over_grid(self) -> None:
-        shared = frozenset(self.layout.shared)
-        for arena in self._arenas():
-            for cap in self._caps(arena):
-                for held in {True, False} if shared else {True}:
-                    self._look(arena, cap, frozenset() if held else shared)
-
-    def _look(self, arena: int, cap: int, shared: frozenset[int]) -> None:
-        """The best spread for one arena and cap."""
-        base = self.layout.forced_bytes
-        base += sum(self.layout.size[t] for t in self.layout.shared if t not in shared)
-        if self.limits.budget_bytes is not None:
-            picked = self.menus.fit(self.limits.budget_bytes - base - arena, cap)
-            if picked is not None:
-                self.offer(self.evaluate(self.menus.streamed(picked, shared), arena))
+    def _closer(self) -> Iterator[_Setting]:
+        """Around the best of the grid."""
+        if self.best is None or self.best_setting is None:
             return
-        low, high = 0.0, max(1.0, self.limits.scale) * (1 + self.limits.tolerance)
+        most, arena = self._most(), self.best.arena
+        arenas = (align(int(arena * f)) for f in (1.25, 1.1, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5))
+        yield from self._settings((a for a in arenas if a <= most), (1.0, 0.8, 0.6, 0.45, 0.3))
+
+    def _settings(self, arenas: Iterator[int], shares: tuple[float, ...]) -> Iterator[_Setting]:
+        every = frozenset(self.layout.shared)
+        for arena in arenas:
+            if arena < ALIGNMENT:
+                continue
+            for cap in dict.fromkeys(min(int(arena * share), max(self.unit_bytes)) for share in shares):
+                for shared in dict.fromkeys((frozenset[int](), every)):
+                    yield _Setting(arena, cap, shared)
+
+    # -- a spread for one setting ------------------------------------------------------------------------------
+
+    def _look(self, setting: _Setting) -> None:
+        if self.limits.budget_bytes is None:
+            self._least_memory(setting)
+        else:
+            self._least_time(setting, self.limits.budget_bytes)
+
+    def _held(self, setting: _Setting) -> int:
+        """Bytes on the device apart from what the menus decide."""
+        size = self.layout.size
+        kept = sum([size[t] for t in self.layout.shared if t not in setting.shared])
+        return self.layout.forced_bytes + kept + setting.arena
+
+    def _least_time(self, setting: _Setting, budget: int) -> None:
+        picked = self.menus.fit(budget - self._held(setting), setting.cap)
+        if picked is None:
+            return
+        if self.best is not None and self.menus.transfer(picked) > (1 + SAME_TIME) * self.best.seconds:
+            return
+        streamed = self.menus.streamed(picked, setting.shared)
+        for placement in self.judge.placements(streamed, setting.arena):
+            self.offer(self.judge.evaluate(streamed, setting.arena, placement), setting)
+
+    def _least_memory(self, setting: _Setting) -> None:
+        """The highest rate of copies at which the step is still as fast as the resident model."""
+        held = self._held(setting)
+        high = max(1.0, self.limits.scale) * (1 + self.limits.tolerance)
+        low, first = 0.0, True
         for _ in range(6):
-            rate = high if low == 0.0 and _ == 0 else (low + high) / 2
-            picked = self.menus.spread(rate, cap)
-            if self.best is not None and base + self.menus.resident_bytes(picked) > self.best.weight_bytes:
+            rate = high if first else (low + high) / 2
+            picked = self.menus.spread(rate, setting.cap)
+            if self.best is not None and held + self.menus.resident_bytes(picked) >= self.best.weight_bytes:
+                if first:
+                    return
                 low = rate
                 continue
-            trial = self.evaluate(self.menus.streamed(picked, shared), arena)
-            if trial is not None and self.allowed(trial):
-                self.offer(trial)
-                low = rate
-                if rate == high:
+            streamed = self.menus.streamed(picked, setting.shared)
+            fine = False
+            for placement in self.judge.placements(streamed, setting.arena):
+                trial = self.judge.evaluate(streamed, setting.arena, placement)
+                self.offer(trial, setting)
+                if trial is not None and self.judge.allowed(trial):
+                    fine = True
                     break
-            else:
-                high = rate
+            if fine and first:
+                return
+            low, high = (rate, high) if fine else (low, rate)
+            first = False
+
+    # -- small moves -------------------------------------------------------------------------------------------
 
     def _improve(self) -> None:
-        """Small moves from the best point, until none helps or the effort is spent."""
-        end = self.spent + self.effort
-        while self.spent < end:
-            if not any(self.offer(trial) for trial in self._moves(end)):
+        """From the best point, until no move helps or the effort is spent."""
+        assert self.best is not None
+        end = self.judge.spent + EFFORT
+        while self.judge.spent < end:
+            if not any(self.offer(trial) for trial in self._moves(self.best, end)):
                 break
 
-    def _moves(self, end: int) -> Iterator[Trial | None]:
-        best = self.best
-        assert best is not None
-        arenas = [align(int(best.arena * f)) for f in (0.7, 0.85, 0.93, 0.97, 1.03, 1.08, 1.2, 1.5)]
+    def _moves(self, best: Trial, end: int) -> Iterator[Trial | None]:
         rows = [[t for t in row if t in best.streamed] for row in self.layout.reads]
-        arenas.append(align(default_arena(self.layout, rows)))
-        for arena in arenas:
-            yield self.evaluate(best.streamed, arena)
+        arenas = [align(int(best.arena * f)) for f in (0.85, 0.93, 0.97, 1.03, 1.1)]
+        for arena in (*arenas, align(default_arena(self.layout, rows))):
+            for placement in self.judge.placements(best.streamed, arena):
+                if self.judge.spent >= end:
+                    return
+                yield self.judge.evaluate(best.streamed, arena, placement)
         for streamed in self._neighbours(best):
-            if self.spent >= end:
-                return
-            yield self.evaluate(streamed, best.arena)
+            for placement in self.judge.placements(streamed, best.arena):
+                if self.judge.spent >= end:
+                    return
+                yield self.judge.evaluate(streamed, best.arena, placement)
 
-    def _neighbours(self, best: Trial) -> Iterable[frozenset[int]]:
-        size = self.layout.size
+    def _neighbours(self, best: Trial) -> Iterator[frozenset[int]]:
+        """One tensor more or less streamed, or two changed for each other."""
+        size, budget = self.layout.size, self.limits.budget_bytes
+        room = None if budget is None else budget - best.weight_bytes
         inside = sorted(best.streamed, key=lambda t: (-size[t], t))
-        outside = sorted(self.everything - best.streamed, key=lambda t: (-size[t], t))
-        for t in inside:
-            yield best.streamed - {t}
-        for t in outside:
-            yield best.streamed | {t}
+        outside = sorted(self.judge.everything - best.streamed, key=lambda t: (-size[t], t))
+        if room is not None:
+            yield from (best.streamed - {t} for t in inside if size[t] <= room)
+        yield from (best.streamed | {t} for t in outside)
         for a in inside:
             for b in outside:
-                yield best.streamed - {a} | {b}
+                if room is None or size[a] - size[b] <= room:
+                    yield best.streamed - {a} | {b}

@@ -8,6 +8,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -45,7 +46,7 @@ class SharedStore(MappedStore):
     kind = "shared"
     shared = True
 
-    def __init__(self, place: Place, fd: int, manifest: Manifest, *, created: bool, keep: bool) -> None:
+    def __init__(self, label: str, fd: int, manifest: Manifest, *, created: bool, leave: Callable[[int], None]) -> None:
         self._whole = map_file(fd, manifest.file_bytes)
         super().__init__(
             manifest.layout, manifest.identity, self._whole[manifest.header_bytes :], checksums=manifest.checksums
@@ -53,15 +54,15 @@ class SharedStore(MappedStore):
         set_writable(self._whole, False)
         self._own: torch.Tensor | None = map_file(fd, manifest.file_bytes, private=True)[manifest.header_bytes :]
         self.manifest = manifest
-        self._place = place
+        self._label = label
         self._status = os.fstat(fd)
         self._created = created
-        self._leave = weakref.finalize(self, _leave, os.getpid(), place, fd, keep)
+        self._leave = weakref.finalize(self, _leave, os.getpid(), leave, fd)
 
     @property
     def path(self) -> str:
         """The file, or what stands for it in messages."""
-        return self._place.label
+        return self._label
 
     @property
     def file_key(self) -> tuple[str, int]:
@@ -113,7 +114,7 @@ class SharedStore(MappedStore):
         self._leave()
 
     def _path(self) -> str:
-        return self._place.label
+        return self._label
 
     def _created_by_us(self) -> bool:
         return self._created
@@ -237,7 +238,8 @@ class _Start:
             del memory
             read_manifest(fd, place.label)
             place.publish(fd)
-            store = SharedStore(place, fd, manifest, created=True, keep=self._keep)
+            leave = partial(place.leave, keep=self._keep)
+            store = SharedStore(place.label, fd, manifest, created=True, leave=leave)
         except BaseException:
             let_go(fd)
             raise
@@ -259,10 +261,13 @@ class _Start:
         return checksums
 
 
-def attach(place: Place, identity: str, layout: Layout | None, *, keep: bool = False) -> SharedStore | None:
+def attach(
+    place: Place, identity: str, layout: Layout | None, *, keep: bool = False, visit: bool = False
+) -> SharedStore | None:
     """The complete store at a place, or None when there is none.
 
     layout: what it must hold; None: whatever it says.
+    visit: only to look: others do not find the store through this process, and it removes nothing when it goes.
     Raises StoreAccessError when the file is not ours alone, StoreCorruptError when it is not what it must be.
     """
     fd = place.open()
@@ -277,8 +282,10 @@ def attach(place: Place, identity: str, layout: Layout | None, *, keep: bool = F
         difference = first_difference(manifest.layout, layout) if layout is not None else ""
         if difference:
             raise StoreCorruptError(f"{place.label} does not hold the weights that its name promises: {difference}")
-        store = SharedStore(place, fd, manifest, created=False, keep=keep)
-        place.join(fd)
+        leave = let_go if visit else partial(place.leave, keep=keep)
+        store = SharedStore(place.label, fd, manifest, created=False, leave=leave)
+        if not visit:
+            place.join(fd)
     except BaseException:
         if store is None:
             let_go(fd)
@@ -293,7 +300,7 @@ def _opener(source: WeightSource, tensor: StoredTensor) -> Callable[[], tuple[Re
     return lambda: source.open(tensor)
 
 
-def _leave(pid: int, place: Place, fd: int, keep: bool) -> None:
+def _leave(pid: int, leave: Callable[[int], None], fd: int) -> None:
     # A forked child shares the lock with its parent, whose it is to drop.
     if os.getpid() == pid:
-        place.leave(fd, keep)
+        leave(fd)
