@@ -203,8 +203,8 @@ class OffloadManager:
             self._refuse_gradients(unit, args, kwargs)
         if self._trap is not None and self._pieces[unit].module._compiled_call_impl is not None:
             raise OffloadError(
-                f"unit {self._pieces[unit].name!r} was compiled during discovery, which must run eagerly: compile after "
-                f"{self.iters_before_inference} calls of the model, when the phase is 'inference'"
+                f"unit {self._pieces[unit].name!r} was compiled during discovery, which must run eagerly; compile "
+                f"after {self.iters_before_inference} calls of the model, when the phase is 'inference'"
             )
         warmup = self._warmup
         if warmup is not None:
