@@ -15,12 +15,13 @@ from flextensor import registry
 from flextensor.config import ConfigError, OffloadConfig, load_config
 from flextensor.hosting import Hosting
 from flextensor.manager import OffloadManager
-from flextensor.modules import is_offloaded
+from flextensor.modules import is_offloaded, restore_module
+from flextensor.profile import ProfileMismatch
 from flextensor.registry import DEFAULT_NAME, get_offload_manager
 from flextensor.runtime.device import Device
 from flextensor.runtime.timing import VisitSummary
 from flextensor.store import StoreProgress, WeightSource
-from flextensor.units import OffloadError, select
+from flextensor.units import OffloadError, Selection, select
 
 logger = logging.getLogger(__name__)
 
@@ -85,17 +86,54 @@ def offload(
         )
     selection = select(model, config)
     if not selection.units:
-        raise OffloadError("include_patterns is empty: name the modules to offload, for example ['model.layers.*']")
-    hosting = Hosting(model, selection, config, device, name=name, source=source, progress=progress)
-    manager = OffloadManager(model, selection, hosting, device, config, name=name, compile_fn=compile_fn)
+        raise OffloadError(
+            f"include_patterns = {list(config.include_patterns)} names no module with weights of its own: name the "
+            "modules to offload, for example ['model.layers.*']"
+        )
+    _refuse_weights_of_others(selection)
+    hosting: Hosting | None = None
+    try:
+        hosting = Hosting(model, selection, config, device, name=name, source=source, progress=progress)
+        manager = OffloadManager(model, selection, hosting, device, config, name=name, compile_fn=compile_fn)
+    except BaseException:
+        for module in model.modules():
+            restore_module(module)
+        if hosting is not None:
+            hosting.give_back(device)
+        device.close()
+        raise
     registry.add(manager)
-    stored = manager.storage_path()
-    if stored is not None and stored.exists():
-        manager.load_profile(stored)
+    _load_stored_profile(manager)
     if selection.unmatched:
         nbytes = sum(weight.nbytes for weight in selection.unmatched)
         logger.info("%d weights (%d bytes) are in no unit and stay on the device", len(selection.unmatched), nbytes)
     return model
+
+
+def _refuse_weights_of_others(selection: Selection) -> None:
+    weights = [*(weight for unit in selection.units for weight in unit.weights), *selection.unmatched]
+    for other in map(get_offload_manager, registry.names()):
+        taken = {id(weight.tensor) for weight in (*other.hosting.managed, *other.hosting.others)}
+        for weight in weights:
+            if id(weight.tensor) in taken:
+                raise OffloadError(
+                    f"weight {weight.name!r} belongs to the model offloaded as {other.name!r}, too, and cannot be in "
+                    "two places: offload the two models as one (a module that holds both), or copy the weight"
+                )
+
+
+def _load_stored_profile(manager: OffloadManager) -> None:
+    """Start from what ``profile_storage_dir`` has; a file that does not fit is replaced by a new profile."""
+    stored = manager.storage_path()
+    if stored is None or not stored.exists():
+        return
+    try:
+        manager.load_profile(stored)
+    except ProfileMismatch as error:
+        logger.warning("the stored profile is not used, the model is profiled again: %s", error)
+    except BaseException:
+        manager.release()
+        raise
 
 
 def _refuse_compiled(model: nn.Module) -> None:

@@ -51,20 +51,22 @@ class Hosting:
         self._selection = selection
         self._device = device
         stored = list(dict.fromkeys(w for unit in selection.units for w in unit.weights if _storable(w)))
-        self._others = list(
-            dict.fromkeys(w for unit in selection.units for w in unit.weights if w not in set(stored))
-        ) + list(selection.unmatched)
+        in_store = set(stored)
+        self.unstored = list(dict.fromkeys(w for unit in selection.units for w in unit.weights if w not in in_store))
+        """Weights of units that no store can hold as they are (holes, overlaps, tensor subclasses): resident."""
+        self.others = [*self.unstored, *selection.unmatched]
+        """All weights that lie on the device whatever the plan."""
         for unit in selection.units:
             unit.weights = [weight for weight in unit.weights if _storable(weight)]
         units = [UnitSpec(unit.name, tuple(_spec(w) for w in unit.weights)) for unit in selection.units if unit.weights]
         if source is not None:
-            from_source = [w for w in self._others if w.tensor.is_meta and w.nbytes]
+            from_source = [w for w in self.others if w.tensor.is_meta and w.nbytes]
             units.append(UnitSpec(ROOT_UNIT, tuple(_spec(w) for w in from_source)))
         self.store = _open_store(units, stored, config, name=name, source=source, progress=progress)
         by_name = {weight.name: weight for weight in stored}
         self.managed = [by_name[t.name] for t in self.store.layout.tensors if t.name in by_name]
         if source is not None:
-            for weight in (*stored, *self._others):
+            for weight in (*stored, *self.others):
                 _leave_meta(weight, self.store)
         elif config.shm_enabled:
             for weight in stored:
@@ -83,7 +85,7 @@ class Hosting:
                 tensor.data = self._to_device(tensor, moved)
         except torch.OutOfMemoryError as error:
             total = sum(_storage_bytes(self._other_tensors()).values())
-            self.store.close()
+            self.give_back(self._device)
             raise BudgetError(
                 f"weights of no unit take {total} bytes, more than {self._device.name} has free: match more modules "
                 f"with include_patterns ({error})",
@@ -91,7 +93,7 @@ class Hosting:
             ) from None
 
     def _other_tensors(self) -> list[torch.Tensor]:
-        weights = [weight.tensor for weight in self._others]
+        weights = [weight.tensor for weight in self.others]
         buffers = [module._buffers[attribute] for module, attribute, _ in self._selection.buffers]
         return [*weights, *(buffer for buffer in buffers if buffer is not None)]
 

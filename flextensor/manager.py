@@ -11,23 +11,26 @@ import logging
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from flextensor import measure, registry
 from flextensor.compile import graphs
+from flextensor.compile.census import CompileCensus, CompileReport
 from flextensor.compile.correction import apply_correction
+from flextensor.compile.limits import bump_dynamo_limits_for_compiled_offload
 from flextensor.compile.tail import ReplanTail, StrategyReplanStatus
 from flextensor.config import OffloadConfig
 from flextensor.discovery import WarmupTrap
 from flextensor.edits import REMEDY, WeightWatch
 from flextensor.hosting import Hosting
-from flextensor.modules import UnitHandle, is_offloaded, offload_module, plain_twin, restore_module
+from flextensor.modules import UnitHandle, guard_inside, is_offloaded, offload_module, plain_twin, restore_module
 from flextensor.planner.plan import BudgetError, Plan
 from flextensor.planner.search import search
 from flextensor.profile import Profile, ProfileMismatch, StepKind, TensorInfo, TransferCurve, UnitInfo
@@ -36,7 +39,7 @@ from flextensor.runtime.device import Device
 from flextensor.runtime.loader import Loader
 from flextensor.runtime.memory import DeviceWeights, WeightTable
 from flextensor.runtime.timing import Recorder, StepTimes, VisitSummary, summarise
-from flextensor.units import CHANGED_BY_FORWARD, OffloadError, Selection, Unit, Weight, pieces_of
+from flextensor.units import CHANGED_BY_FORWARD, OffloadError, Selection, Unit, Weight, pieces_of, refuse_kept_views
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +123,7 @@ class OffloadManager:
         self._copied_before = 0
         self._unforeseen_before = 0
         self._tail = ReplanTail()
+        self._census = CompileCensus(lambda: self._open_units[-1] if self._open_units else None)
         self._traced: set[int] = set()
         self.layout_serial = 0
         """Changes whenever weights lie elsewhere than before: what a CUDA graph was captured under."""
@@ -146,7 +150,15 @@ class OffloadManager:
         resident = frozenset(i for i, weight in enumerate(self._weights) if weight.resident_reason)
         resident_bytes = sum(_aligned(self._weights[i].nbytes) for i in resident)
         plan = Plan((), resident, offsets, arena, (), resident_bytes, resident_bytes + arena, 0)
-        self._memory.apply(plan)
+        try:
+            self._memory.apply(plan)
+        except torch.OutOfMemoryError as error:
+            needed = plan.weight_bytes + self.hosting.other_bytes
+            raise BudgetError(
+                f"{self.device.name} has no room for the largest unit and what must stay resident, {needed} bytes in "
+                f"all: make units smaller (match their children with include_patterns), or free memory ({error})",
+                needed,
+            ) from None
         return Loader(plan, self._reads, self._memory, self._copy_stream, self._recorder)
 
     def _install(self) -> None:
@@ -161,6 +173,8 @@ class OffloadManager:
             )
             self._handles.append(handle)
             offload_module(unit.module, handle)
+        for unit in self.units:
+            guard_inside(unit.module)
         self._root = _RootHandle(self)
         offload_module(self.model, self._root)
         self._remove_hooks = self.hosting.install_state_dict_hooks()
@@ -172,18 +186,17 @@ class OffloadManager:
                 return
             self._quiesce()
             self.phase = RELEASED
-            for unit in self._pieces:
+            for unit in (*self._pieces, *self.units):
                 restore_module(unit.module)
                 unit.module.__dict__.pop("_compiled_call_impl", None)
             restore_module(self.model)
-            for weight in self._weights:
-                if weight.resident_reason == CHANGED_BY_FORWARD:
-                    self.hosting.store.make_private(weight.name).copy_(weight.tensor.detach())
+            self._save_state()
             for remove in self._remove_hooks:
                 remove()
             self._memory.clear()
             self.hosting.give_back(self.device)
             self._callbacks.clear()
+            self._census.stop()
             registry.discard(self.name)
             self.device.close()
 
@@ -211,6 +224,7 @@ class OffloadManager:
             warmup.arrive(unit)
         self._loader.enter(unit)
         self._open_units.append(unit)
+        self._census.called.add(unit)
         if warmup is not None:
             warmup.start()
 
@@ -222,13 +236,13 @@ class OffloadManager:
         self._loader.exit(unit)
 
     def _abort(self, unit: int) -> None:
-        if self._open_units:
+        if self._open_units and self._open_units[-1] == unit:
             self._open_units.pop()
-            self._loader.abort(unit)
+        self._loader.abort(unit)
 
     def _refuse_gradients(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tracked = [w.name for w in self._pieces[unit].weights if w.tensor.requires_grad]
-        inputs = any(isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
+        inputs = any(isinstance(a, torch.Tensor) and a.requires_grad for a in tree_leaves((args, kwargs)))
         if tracked or inputs:
             what = f"weight {tracked[0]!r}" if tracked else "an input"
             raise OffloadError(
@@ -246,10 +260,12 @@ class OffloadManager:
             self._begin_step()
             with self._trap or contextlib.nullcontext():
                 result = call(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self._open_units.clear()
             if self._warmup is not None:
                 self._warmup.finish_step(keep=False)
+            if not isinstance(error, Exception):
+                self._loader.distrust()
             raise
         finally:
             self._in_root = False
@@ -328,6 +344,7 @@ class OffloadManager:
             self._end_profiling()
 
     def _end_discovery(self) -> None:
+        refuse_kept_views(self.model, self._weights, self._memory.addresses())
         trap, self._trap = self._trap, None
         if trap is not None:
             for unit, tensors in trap.reads.items():
@@ -345,6 +362,7 @@ class OffloadManager:
 
     def _end_profiling(self) -> None:
         assert self._warmup is not None
+        refuse_kept_views(self.model, self._weights, self._memory.addresses())
         self.device.synchronize()
         steps = self._warmup.steps
         if not steps or not steps[-1].visits:
@@ -361,7 +379,7 @@ class OffloadManager:
         self.profile = self._make_profile(visits, kinds, self._measure_curve())
         self._warmup = None
         self._save_to_storage()
-        self._start_inference(self.solve_configured())
+        self._start_inference()
 
     def _make_profile(self, visits: tuple[int, ...], kinds: tuple[StepKind, ...], curve: TransferCurve) -> Profile:
         stored = self.hosting.store.layout.by_name
@@ -399,18 +417,23 @@ class OffloadManager:
         at = max(streamable, key=lambda i: self._weights[i].nbytes)
         return self._table.source(at)[:nbytes]
 
-    def _start_inference(self, plan: Plan) -> None:
+    def _start_inference(self) -> None:
+        """Compile, and put the configured plan in force. When the budget has none, BudgetError is raised, units are
+        still fetched on demand, and a replan can give another budget."""
         if self._compile_fn is not None:
             self._compile_units()
         elif self.config.external_compile:
             apply_correction()
+            self._census.start()
         self.phase = INFERENCE
-        self._switch(plan, None)
+        self._switch(self.solve_configured(), None)
         self._unforeseen_before = 0  # until now every visit was, by design
 
     def _compile_units(self) -> None:
         assert self._compile_fn is not None
         apply_correction()
+        bump_dynamo_limits_for_compiled_offload(len(self.units))
+        self._census.start()
         for unit, handle in zip(self._pieces, self._handles, strict=True):
             if handle.compiled is None:
                 handle.compiled = self._compile_fn(plain_twin(unit.module))
@@ -509,21 +532,27 @@ class OffloadManager:
         except torch.OutOfMemoryError as error:
             self.refusal = f"out of memory: {error}"
             logger.warning("plan not put in force, back to the one before: %s", error)
+        except BaseException:
+            with self._lock:
+                self._staged = self._staged or staged
+            raise
 
     def _switch(self, plan: Plan, epoch: int | None) -> None:
         """Stop, lay memory out anew, go on. On failure the plan before is in force again."""
         before = self._loader.plan
         self._quiesce()
-        try:
-            self._memory.apply(plan)
-        except torch.OutOfMemoryError:
-            self._memory.apply(before)
-            self._rebuild_loader(before)
-            raise
+        self._save_state()
         if self._recorder.steps:
             self.profile = self.current_profile()
             self._recorder.clear()
-        self._rebuild_loader(plan)
+        try:
+            self._memory.apply(plan)
+            self._rebuild_loader(plan)
+        except BaseException:  # also a Ctrl-C: what it left half laid out is laid out anew
+            self._memory.clear()
+            self._memory.apply(before)
+            self._rebuild_loader(before)
+            raise
         self.plan = plan
         self.epoch = self.epoch + 1 if epoch is None else epoch
 
@@ -617,9 +646,15 @@ class OffloadManager:
     # ---- weights that change
 
     def _take_up_edits(self) -> None:
-        changed = self._watch.changed()
         edited: list[int] = []
-        for entry in changed:
+        try:
+            self._look_at_changes(edited)
+        finally:  # what was taken up before an error is in force all the same
+            if edited:
+                self._reload(iter(edited))
+
+    def _look_at_changes(self, edited: list[int]) -> None:
+        for entry in self._watch.changed():
             weight = entry.weight
             new = self._watch.replacement(entry)
             if new is not None:
@@ -636,13 +671,12 @@ class OffloadManager:
                 self._watch.accept(weight)
             else:
                 self._watch.accept(weight)
+                edited.append(self._weight_index(weight.name))  # the slot it went to may hold another weight's bytes
                 raise OffloadError(
                     f"weight {weight.name!r} is streamed and was written in place; the change went to a slot and is "
                     f"lost: {REMEDY}"
                 )
             edited.append(self._weight_index(weight.name))
-        if edited:
-            self._reload(iter(edited))
 
     def _was_traced(self, weight: Weight) -> bool:
         """The boundary ops say that they write to the weights of a traced unit; they do not."""
@@ -665,24 +699,41 @@ class OffloadManager:
     @contextlib.contextmanager
     def edit_weights(self, *names: str) -> Iterator[dict[str, torch.Tensor]]:
         """Change weights: ``with manager.edit_weights("layers.0.up.weight") as tensors:`` and write to
-        ``tensors[name]`` (host memory, private to this process) in place. In force from the next call on.
+        ``tensors[name]`` (host memory, private to this process) in place. In force from the next call on; what was
+        written before an exception inside the block is, too.
 
-        Raises OffloadError for a name that is not managed.
+        Raises OffloadError for a name that is not managed, and inside a forward.
         """
         with self._lock:
-            indexes = [self._weight_index(name) for name in names]
-            self.device.synchronize()
-            yield {
-                name: self.hosting.store.make_private(self._weights[at].name)
-                for name, at in zip(names, indexes, strict=True)
-            }
-            self._reload(iter(indexes))
+            indexes = self._editable(names)
+            try:
+                yield {
+                    name: self.hosting.store.make_private(self._weights[at].name)
+                    for name, at in zip(names, indexes, strict=True)
+                }
+            finally:
+                self._reload(iter(indexes))
+
+    def _editable(self, names: Sequence[str]) -> list[int]:
+        """Indexes of the weights of these names, with everything done to them so far in the host store."""
+        if self._in_root or self._open_units:
+            raise OffloadError("weights cannot be edited inside a forward: edit them between two calls of the model")
+        indexes = [self._weight_index(name) for name in names]
+        self._take_up_edits()
+        self.device.synchronize()
+        self._save_state()
+        return indexes
+
+    def _save_state(self) -> None:
+        """What the forward itself changes has its truth on the device; the host copy follows."""
+        for weight in self._weights:
+            if weight.resident_reason == CHANGED_BY_FORWARD:
+                self.hosting.store.make_private(weight.name).copy_(weight.tensor.detach())
 
     def restore_weights(self, *names: str) -> None:
         """Undo all edits of these weights: the store's values are in force from the next call on."""
         with self._lock:
-            indexes = [self._weight_index(name) for name in names]
-            self._quiesce()
+            indexes = self._editable(names)
             for at in indexes:
                 self.hosting.store.discard_private(self._weights[at].name)
             self._reload(iter(indexes))
@@ -797,7 +848,7 @@ class OffloadManager:
         self._reads = [list(unit.tensors) for unit in saved.units]
         self.profile = replace(saved, other_bytes=self.hosting.other_bytes)
         self._warmup, self._trap = None, None
-        self._start_inference(self.solve_configured())
+        self._start_inference()
 
     def storage_path(self) -> Path | None:
         """Where ``profile_storage_dir`` keeps this model's profile on this device."""
@@ -829,6 +880,13 @@ class OffloadManager:
         streaming = {name for name, _ in self.offload_units()}
         return [(unit.name, unit.module) for unit in self.units if unit.name not in streaming]
 
+    def compile_report(self) -> CompileReport:
+        """How many units made a graph, share one, run eagerly."""
+        return self._census.report([self._is_compiled(at) for at in range(len(self._pieces))])
+
+    def _is_compiled(self, unit: int) -> bool:
+        return self._handles[unit].compiled is not None or self._pieces[unit].module._compiled_call_impl is not None
+
     def get_gpu_memory_usage(self) -> dict[str, int]:
         """Bytes on the device: weights of the plan, other weights, all tensors now and at their peak, free, total."""
         return {
@@ -843,7 +901,7 @@ class OffloadManager:
     def report(self) -> dict[str, Any]:
         """Everything about the offload, JSON-able."""
         plan = self._loader.plan
-        resident = [(w, w.resident_reason) for w in self._weights if w.resident_reason]
+        resident = [(w, w.resident_reason) for w in (*self._weights, *self.hosting.unstored) if w.resident_reason]
         return {
             "name": self.name,
             "phase": self.phase,
@@ -865,7 +923,7 @@ class OffloadManager:
             "step_kinds": dict(self._kind_counts),
             "memory": self.get_gpu_memory_usage(),
             "store": _plain(asdict(self.hosting.store.report())),
-            "compiled_units": sum(handle.compiled is not None for handle in self._handles),
+            "compile": asdict(self.compile_report()),
             "refusal": self.refusal,
         }
 

@@ -33,11 +33,53 @@ def offload_module(module: nn.Module, handle: Runner) -> None:
     module.__class__ = offloaded_class(type(module))
 
 
+def guard_inside(module: nn.Module) -> None:
+    """Modules inside an offloaded one run as they are, but are not moved, copied or saved whole either.
+
+    In the instance and not by another class: what looks at ``type(module)`` (compilers, adapters) sees no difference.
+    """
+    for inner in module.modules():
+        if not is_offloaded(inner):
+            name = type(inner).__name__
+            for method, refuse in _REFUSALS.items():
+                inner.__dict__[method] = functools.partial(refuse, name)
+
+
 def restore_module(module: nn.Module) -> None:
-    """Make it the plain module that it was."""
+    """Make it the plain module that it was; modules inside it, too."""
+    for inner in module.modules():
+        for method in _REFUSALS:
+            inner.__dict__.pop(method, None)
     if is_offloaded(module):
         module.__class__ = type(module).__mro__[1]
         module.__dict__.pop(HANDLE, None)
+
+
+def _refuse_move(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise OffloadError(
+        f"{name} is offloaded: .to(), .cuda(), .half() and their kin would move weights behind the manager's back; "
+        "call flextensor.release() first, or set device and dtype before offload()"
+    )
+
+
+def _refuse_copy(name: str, *args: Any) -> NoReturn:
+    raise OffloadError(
+        f"{name} is offloaded and cannot be copied: its weights are not in the module; copy it before offload(), or "
+        "load its state_dict() into a new module"
+    )
+
+
+def _refuse_pickle(name: str, *args: Any) -> NoReturn:
+    raise OffloadError(
+        f"{name} is offloaded and cannot be pickled or saved whole: save its state_dict(), which has the real weights"
+    )
+
+
+_REFUSALS: dict[str, Callable[..., NoReturn]] = {
+    "_apply": _refuse_move,
+    "__deepcopy__": _refuse_copy,
+    "__reduce_ex__": _refuse_pickle,
+}
 
 
 def is_offloaded(module: nn.Module) -> bool:
@@ -67,29 +109,12 @@ def _make_class(cls: type[nn.Module]) -> type[nn.Module]:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._offload_handle.run(self, functools.partial(cls.__call__, self), args, kwargs)
 
-    def _apply(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
-        raise OffloadError(
-            f"{cls.__name__} is offloaded: .to(), .cuda(), .half() and their kin would move weights behind the "
-            "manager's back; call flextensor.release() first, or set device and dtype before offload()"
-        )
-
-    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
-        raise OffloadError(
-            f"{cls.__name__} is offloaded and cannot be copied: its weights are not in the module; copy it before "
-            "offload(), or load its state_dict() into a new module"
-        )
-
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> NoReturn:
-        raise OffloadError(
-            f"{cls.__name__} is offloaded and cannot be pickled or saved whole: save its state_dict(), which has the "
-            "real weights"
-        )
+    def refused(refuse: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        return lambda self, *args, **kwargs: refuse(cls.__name__)
 
     body = {
         "__call__": __call__,
-        "_apply": _apply,
-        "__deepcopy__": __deepcopy__,
-        "__reduce_ex__": __reduce_ex__,
+        **{method: refused(refuse) for method, refuse in _REFUSALS.items()},
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
@@ -118,13 +143,13 @@ class UnitHandle:
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return _run_traced(module, self.unit, call, args, kwargs)
-        self._enter(args, kwargs)
         try:
+            self._enter(args, kwargs)
             result = (call if self.compiled is None else self.compiled)(*args, **kwargs)
-        except BaseException:
+            self._leave()
+        except BaseException:  # at any point: a Ctrl-C does not wait for the forward
             self._abort()
             raise
-        self._leave()
         return result
 
     def enter_traced(self) -> None:

@@ -211,13 +211,24 @@ class Loader:
             self._end_step(stream)
 
     def abort(self, unit: int) -> None:
-        """The unit raised. Its bytes may be overwritten only after the stream that ran it."""
-        at, _, stream = self._open.pop()
-        self._become_irregular()
-        self._in_order = 0
+        """The unit's call did not end: it raised, or a Ctrl-C came, perhaps in the midst of ``enter`` or ``exit``.
+
+        What the slots hold is unknown then; bytes may be overwritten only after the stream that ran the unit.
+        """
+        stream: Stream = self._device.compute_stream()
+        if self._open and self._open[-1][1] == unit:
+            at, _, stream = self._open.pop()
+            if at is not None and not self._open:
+                self._next = (at + 1) % self._count
         self._order_copies_after(stream)
-        if at is not None and not self._open:
-            self._next = (at + 1) % self._count
+        self.distrust()
+        self._exit_nested(stream)
+
+    def distrust(self) -> None:
+        """Take nothing for granted that lies in the slots: it is fetched again where it is needed."""
+        self._irregular = True
+        self._valid = {}
+        self._in_order = 0
         self._trace = None
 
     def _issue(self, at: int, stream: Stream) -> None:

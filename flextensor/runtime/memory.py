@@ -72,6 +72,11 @@ class DeviceWeights:
         arena = 0 if self._arena is None else self._arena.numel()
         return arena + sum(align(t.numel()) for t in self._resident.values())
 
+    def addresses(self) -> set[int]:
+        """Where the allocations begin that weights lie in."""
+        taken = [*self._resident.values(), *([] if self._arena is None else [self._arena])]
+        return {tensor.untyped_storage().data_ptr() for tensor in taken}
+
     def slot(self, offset: int, nbytes: int) -> torch.Tensor:
         """``nbytes`` of the arena at ``offset``."""
         assert self._arena is not None, "this plan streams nothing"

@@ -1,0 +1,59 @@
+"""Every engine test runs on the host device, and on CUDA where there is one."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flextensor as ft
+from tests.engine.harness import Inputs, Pair
+
+MakePair = Callable[..., Pair]
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """``host`` or ``cuda``."""
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def quiet_numbers() -> Iterator[None]:
+    """One seed, no gradients, one thread; no manager and no copy thread is left behind by a test."""
+    torch.manual_seed(0)
+    threads, before = torch.get_num_threads(), set(ft.registry.names())
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        yield
+    torch.set_num_threads(threads)
+    left = set(ft.registry.names()) - before
+    for name in left:
+        ft.release(name)
+    assert not left, f"managers left behind: {left}"
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name == "offload-copy"]
+
+
+@pytest.fixture
+def pair(device: str) -> Iterator[MakePair]:
+    """Makes Pairs on the test's device; each is released, and its state compared, at the end."""
+    made: list[Pair] = []
+
+    def make(model: nn.Module, inputs: Inputs, **settings: Any) -> Pair:
+        made.append(Pair(model, inputs, device=device, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        try:
+            one.release()
+        except BaseException:
+            if one.name in ft.registry.names():
+                one.manager.release()
+            raise
