@@ -13,8 +13,11 @@ from flextensor.planner.mix import kind_weights, kinds_of, resident_seconds
 from flextensor.planner.plan import Plan
 from flextensor.planner.simulate import CopyTimes, settle
 
-FEW_TENSORS = 24
+FEW_TENSORS = 10
 """Arenas of fewer streamed tensors than this are worth ``place_apart``; in larger ones the ring loses little."""
+
+APART_EFFORT = 150_000
+"""Tensors placed by a search after which only the ring is tried: ``place_apart`` takes ten times as long."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Judge:
         if not streamed:
             return (place_ring,)
         mean = sum([self.layout.size[t] for t in streamed]) / len(streamed)
-        return (place_ring, place_apart) if arena < FEW_TENSORS * mean else (place_ring,)
+        few = arena < FEW_TENSORS * mean and self.spent < APART_EFFORT
+        return (place_ring, place_apart) if few else (place_ring,)
 
     def evaluate(self, streamed: frozenset[int], arena: int, placement: Placement = place_ring) -> Trial | None:
         """Simulate one choice; None when it does not fit the arena or the budget."""
