@@ -31,9 +31,9 @@ from benchmarks.rows import Row, merge_rounds
 logger = logging.getLogger(__name__)
 
 SWEEPS: dict[int, tuple[str, ...]] = {
-    1024: ("latency", "8", "6", "4", "2", "1"),
+    1024: ("latency", "6", "4", "2", "1"),
     4096: ("latency", "8", "7", "6", "5", "4", "3", "2", "1", "peak:6.45", "peak:4.63"),
-    16384: ("latency", "4", "2", "1"),
+    16384: ("latency", "4", "1"),
 }
 """What our engine is asked for at each token count."""
 LEAST_MEMORY = ("1",)
@@ -65,15 +65,18 @@ def jobs(tokens: Sequence[int], budgets: Sequence[str], *, tiny: bool, every: bo
             Job("ours-piece", {count: lowest for count in tokens}),
         ]
     main = [4096] if 4096 in tokens and not every else list(tokens)
-    longer = [count for count in tokens if count >= 4096] if not every else list(tokens)
-    public = [Job("public-flextensor", {count: [target]}) for target in ("6", "4", "") for count in main]
+    public = {target: [Job("public-flextensor", {count: [target]}) for count in main] for target in ("6", "4", "")}
+    ours = [Job("ours", {count: list(budgets or SWEEPS.get(count, SWEEPS[4096]))}) for count in tokens]
     return [
         Job("resident", {count: [""] for count in tokens}),
-        *(Job("ours", {count: list(budgets or SWEEPS.get(count, SWEEPS[4096]))}) for count in tokens),
+        *ours[:1],
         Job("ours-piece", {count: list(LEAST_MEMORY) for count in main}),
-        *public,
-        Job("diffusers-block", {count: [""] for count in longer}),
-        Job("diffusers-leaf", {count: [""] for count in longer}),
+        *public["6"],
+        *public["4"],
+        Job("diffusers-block", {count: [""] for count in main}),
+        *ours[1:],
+        *public[""],
+        Job("diffusers-leaf", {count: [""] for count in main}),
         Job("resident-compiled", {count: [""] for count in main}),
         Job("accelerate", {count: [""] for count in main}),
     ]
@@ -181,9 +184,11 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--contenders", nargs="+", help="only these")
     options.add_argument("--rounds", type=int, default=1, help="of all processes")
     options.add_argument("--repeats", type=int, default=2, help="of each timed block in a process")
-    options.add_argument("--seconds", type=float, help="of one timed block; default 0.8, tiny 0.1")
+    options.add_argument("--seconds", type=float, help="of one timed block; default 0.5, tiny 0.1")
     options.add_argument("--all-tokens", action="store_true", help="slow contenders at every token count")
-    options.add_argument("--time-limit", type=float, default=0, help="seconds after which no process is started")
+    options.add_argument(
+        "--time-limit", type=float, default=400, help="seconds after which no process is started; 0: none"
+    )
     options.add_argument("--trace", default="6", help="the target of which a trace is written")
     options.add_argument("--output", type=Path, default=RESULTS)
     options.add_argument("--tiny", action="store_true", help="a small model on the host device")
@@ -196,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     given.output = given.output.resolve()
     given.output.mkdir(parents=True, exist_ok=True)
-    given.seconds = given.seconds or (0.1 if given.tiny else 0.8)
+    given.seconds = given.seconds or (0.1 if given.tiny else 0.5)
     tokens = given.tokens or ([TINY_TOKENS] if given.tiny else [4096, 1024, 16384])
     if given.tiny and given.trace == "6":
         given.trace = (given.budgets or TINY_SWEEP)[-1]

@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--rows", type=Path, required=True, help="file that rows are appended to")
     options.add_argument("--plan", required=True, help="JSON: token count -> targets")
     options.add_argument("--repeats", type=int, default=2)
-    options.add_argument("--seconds", type=float, default=0.8, help="of one timed block")
+    options.add_argument("--seconds", type=float, default=0.5, help="of one timed block")
     options.add_argument("--trace-directory", type=Path)
     options.add_argument("--trace-target", default="6")
     options.add_argument("--tiny", action="store_true", help="a small model on the host device")

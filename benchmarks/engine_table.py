@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.record import environment_lines
-from benchmarks.rows import GIB, Row
+from benchmarks.rows import GIB, Row, target_words
 
 Column = tuple[str, Callable[[Row], str]]
 
@@ -54,15 +54,6 @@ def _where_it_goes(rows: Sequence[Row]) -> list[str]:
             parts.append(f"copies at {rate / 1e9:.1f} GB/s while on the link")
         notes.append(f"- {row.contender}, {target_words(row.target)}: " + "; ".join(parts) + ".")
     return ["Rows more than 1% above their floor (of one sampled step, medians):", "", *notes] if notes else []
-
-
-def target_words(target: str) -> str:
-    """``6 GiB``, ``latency``, ``peak 6.45 GiB``, or a dash."""
-    if target.startswith("peak:"):
-        return f"peak {target.removeprefix('peak:')} GiB"
-    if not target:
-        return "-"
-    return f"{target} GiB" if target.replace(".", "", 1).isdigit() else target
 
 
 def _ms(value: float | None) -> str:

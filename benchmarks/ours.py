@@ -19,7 +19,7 @@ from torch import nn
 
 import flextensor
 from benchmarks.model import Shape, build, make_input, weight_bytes
-from benchmarks.rows import GIB, Row, median
+from benchmarks.rows import GIB, Row, median, target_words
 from benchmarks.stopwatch import back_to_back, link_bandwidth, steps_for, synchronize, warm_up_gpu
 from flextensor.config import parse_budget
 from flextensor.planner.plan import BudgetError, Plan
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 PEAK_MARGIN = 1 << 20
 """Left free under a peak target: the allocator rounds each tensor up."""
-BLOCK_SECONDS = 0.8
-HOST_STEPS = 5
+BLOCK_SECONDS = 0.5
+HOST_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -191,17 +191,26 @@ class Sweep:
                 loader.enter(unit)
                 loader.exit(unit)
 
-        found = []
-        for run in (whole, bare):
-            samples = []
-            for _ in range(HOST_STEPS):
-                self.device.synchronize()
-                start = time.perf_counter()
-                run()
-                samples.append((time.perf_counter() - start) / len(visits))
-            found.append(median(samples))
-        self.device.synchronize()
+        # These steps compute nothing: were they sampled, later plans would believe it.
+        recorder = manager._recorder
+        every, recorder.every = recorder.every, 0
+        try:
+            found = [self._seconds_of(run) / len(visits) for run in (whole, bare)]
+        finally:
+            recorder.every = every
+            recorder.break_sequence()
         return found[0], found[1]
+
+    def _seconds_of(self, run: Callable[[], None]) -> float:
+        """Host seconds of ``run``, the device idle before; the median of a few."""
+        samples = []
+        for _ in range(HOST_STEPS):
+            self.device.synchronize()
+            start = time.perf_counter()
+            run()
+            samples.append(time.perf_counter() - start)
+        self.device.synchronize()
+        return median(samples)
 
     # ---- the step's time
 
@@ -286,7 +295,7 @@ class Sweep:
         write_step(
             self.manager,
             directory / f"trace-{self.name}-{self.tokens}",
-            title=f"{self.tokens} tokens, {row.target} GiB of weights on the GPU",
+            title=f"{self.tokens} tokens, {target_words(row.target)} of weights on the device",
             period=row.step_samples[-1] if row.step_samples else None,
         )
 

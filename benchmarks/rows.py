@@ -91,6 +91,15 @@ def merge_rounds(rows: Sequence[Row]) -> list[Row]:
     return merged
 
 
+def target_words(target: str) -> str:
+    """``6 GiB``, ``latency``, ``peak 6.45 GiB``, or a dash."""
+    if target.startswith("peak:"):
+        return f"peak {target.removeprefix('peak:')} GiB"
+    if not target:
+        return "-"
+    return f"{target} GiB" if target.replace(".", "", 1).isdigit() else target
+
+
 def median(values: Sequence[float]) -> float:
     """The median."""
     return float(statistics.median(values))
