@@ -32,10 +32,15 @@ logger = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 100 << 20
 LOOPBACK = "127.0.0.1"
 RESTARTS = 2
+START_ATTEMPTS = 2
 
 
 class SessionError(ValueError):
     """Ray or a run that cannot be used as asked; the message names it and the remedy."""
+
+
+class RayStartError(RuntimeError):
+    """A Ray of our own did not start; the message has Ray's reason."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +68,34 @@ def quiet_ray_environment() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
 
 
 def start_local(*, gpus: int, namespace: str) -> str:
-    """Start a Ray of our own on this machine with ``gpus`` (real or logical) GPUs; its address."""
+    """Start a Ray of our own on this machine with ``gpus`` (real or logical) GPUs; its address.
+
+    Raises RayStartError.
+    """
     quiet_ray_environment()
-    context = ray.init(
-        num_gpus=gpus,
-        namespace=namespace,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        configure_logging=False,
-        _node_ip_address=LOOPBACK,
-    )
-    return str(context.address_info["gcs_address"])
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            context = ray.init(
+                num_gpus=gpus,
+                namespace=namespace,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+                _node_ip_address=LOOPBACK,
+            )
+            return str(context.address_info["gcs_address"])
+        except Exception as error:  # bare Exceptions: on a busy machine Ray gives its own processes 30 s and no more
+            ray.shutdown()
+            if attempt == START_ATTEMPTS:
+                raise RayStartError(f"Ray did not start on this machine: {error}") from error
+            logger.warning("Ray did not start (%s); once more", error)
+    raise AssertionError("not reached")
 
 
 def attach(address: str, *, namespace: str, auth: str = "") -> str:

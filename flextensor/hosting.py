@@ -65,9 +65,13 @@ class Hosting:
         self.store = _open_store(units, stored, config, name=name, source=source, progress=progress)
         by_name = {weight.name: weight for weight in stored}
         self.managed = [by_name[t.name] for t in self.store.layout.tensors if t.name in by_name]
+        self._store_storages: set[int] = set()
         if source is not None:
             for weight in (*stored, *self.others):
                 _leave_meta(weight, self.store)
+            self._store_storages = {
+                self.store.tensor(t.name).untyped_storage().data_ptr() for t in self.store.layout.tensors
+            }
         elif config.shm_enabled:
             for weight in stored:
                 weight.tensor.data = self.store.tensor(weight.name)
@@ -104,6 +108,8 @@ class Hosting:
         key = storage.data_ptr()
         if not storage.nbytes():
             return tensor.detach().to(self._device.torch_device)
+        if storage.data_ptr() in self._store_storages:
+            return self._out_of_store(tensor)
         if key not in moved:
             with torch.inference_mode(False):
                 whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -113,6 +119,15 @@ class Hosting:
         with torch.inference_mode(False):
             typed = moved[key][: storage.nbytes() // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
             return typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _out_of_store(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor's own bytes alone: its storage is the whole store."""
+        with torch.inference_mode(False):
+            source = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8)
+            own = self._device.allocate(source.numel())
+            own.copy_(source)
+            self.other_bytes += source.numel()
+            return own.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     # ---- state_dict and the end
 

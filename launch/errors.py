@@ -12,7 +12,7 @@ import typer
 
 from cluster.journal import JournalError
 from cluster.pool import NoWorkers
-from cluster.session import SessionError
+from cluster.session import RayStartError, SessionError
 from cluster.task import TaskError
 from flextensor.config import ConfigError
 from flextensor.planner.plan import BudgetError
@@ -43,6 +43,9 @@ def clear_errors() -> Iterator[None]:
         by_user = isinstance(error.cause, USER_ERRORS)
         _line(str(error.cause) if by_user else str(error))
         raise typer.Exit(BAD_INPUT if by_user else FAILED) from None
+    except RayStartError as error:
+        _line(str(error))
+        raise typer.Exit(FAILED) from None
     except Terminated:
         raise typer.Exit(TERMINATED) from None
     except KeyboardInterrupt:
