@@ -31,6 +31,8 @@ PEAK_MARGIN = 1 << 20
 """Left free under a peak target: the allocator rounds each tensor up."""
 BLOCK_SECONDS = 0.5
 HOST_STEPS = 3
+SAMPLED_STEPS = 3
+"""Timed visit by visit after each block, to say where its time goes."""
 
 
 @dataclass(frozen=True)
@@ -239,8 +241,7 @@ class Sweep:
         count = steps_for(self.settings.seconds, once)
         then = self.manager.live()
         seconds = back_to_back(self.step, count, self.torch_device)
-        y = self.step()
-        self.manager.collect_offload_timing()
+        y = self._sampled_steps()
         now = self.manager.live()
         assert self._expected is not None
         same = bool(torch.equal(y, self._expected)) and row.identical is not False
@@ -251,7 +252,7 @@ class Sweep:
                 row,
                 step_samples=(*row.step_samples, seconds),
                 resident_seconds=(before + after) / 2,
-                streamed_bytes=round((now.copied_bytes_total - then.copied_bytes_total) / (count + 1)),
+                streamed_bytes=round((now.copied_bytes_total - then.copied_bytes_total) / (count + SAMPLED_STEPS)),
                 compute_seconds=now.compute_seconds or None,
                 stall_seconds=now.stall_seconds if now.compute_seconds else None,
                 transfer_seconds=now.transfer_seconds or None,
@@ -261,6 +262,18 @@ class Sweep:
             ),
             after,
         )
+
+    def _sampled_steps(self) -> torch.Tensor:
+        """A few steps of which every visit and copy is timed; the last one's output."""
+        recorder = self.manager._recorder
+        every, recorder.every = recorder.every, 1
+        try:
+            for _ in range(SAMPLED_STEPS):
+                y = self.step()
+            self.manager.collect_offload_timing()
+        finally:
+            recorder.every = every
+        return y
 
     def summarise(self, timed: Sequence[Row]) -> Row:
         """One row of a target's repeats: medians, and the floors."""

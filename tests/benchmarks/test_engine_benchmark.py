@@ -1,0 +1,141 @@
+"""The engine benchmark end to end on the host device: what it measures, records and draws."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import engine, engine_run
+from benchmarks.model import TINY, build, make_input, weight_bytes
+from benchmarks.rows import KEYS
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One tiny run of all contenders that need no GPU."""
+    output = tmp_path_factory.mktemp("results")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("FT_BENCH_COMMIT", "0123abcd")
+    try:
+        assert engine.main(["--tiny", "--repeats", "1", "--seconds", "0.05", "--output", str(output)]) == 0
+    finally:
+        patch.undo()
+    return output
+
+
+@pytest.fixture(scope="module")
+def data(results: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((results / "engine-tiny.json").read_text())
+    return found
+
+
+def test_every_row_has_every_key_and_every_setting_its_row(data: dict[str, Any]) -> None:
+    assert all(tuple(row) == KEYS for row in data["rows"])
+    seen = [(row["contender"], row["target"]) for row in data["rows"]]
+    assert sorted(seen) == sorted(
+        [("resident", ""), *(("ours", target) for target in engine.TINY_SWEEP), ("ours-piece", engine.TINY_SWEEP[-1])]
+    )
+    assert [row["status"] for row in data["rows"]] == ["ok"] * len(seen)
+
+
+def test_ours_streams_stays_in_its_budget_and_equals_the_resident_model(data: dict[str, Any]) -> None:
+    total = weight_bytes(build(TINY))
+    for row in (row for row in data["rows"] if row["contender"].startswith("ours")):
+        assert row["identical"] is True and row["largest_difference"] == 0.0
+        assert row["streamed_bytes"] > 0
+        assert row["device_weight_bytes"] < total
+        # What is measured crosses the link as the plan says: the streamed tensors once a step.
+        assert row["device_weight_bytes"] + row["streamed_bytes"] >= total
+        if row["budget_bytes"] is not None:
+            assert row["device_weight_bytes"] <= row["budget_bytes"] == int(total * float(row["target"][:-1]) / 100)
+        assert row["peak_bytes"] >= row["device_weight_bytes"]
+        assert row["unforeseen_visits"] == 0
+
+
+def test_ratios_follow_from_the_figures_beside_them(data: dict[str, Any]) -> None:
+    for row in (row for row in data["rows"] if row["contender"].startswith("ours")):
+        floor = max(row["resident_seconds"], row["streamed_bytes"] / row["link_bytes_per_second"])
+        assert row["floor_seconds"] == pytest.approx(floor)
+        assert row["ratio"] == pytest.approx(row["step_seconds"] / floor)
+        assert row["prediction_error"] == pytest.approx(row["predicted_seconds"] / row["step_seconds"] - 1)
+        assert 0 < row["link_bytes_per_second"] <= 1.05 * engine_run.TINY_LINK
+        assert row["setup_seconds"] > 0 and row["loader_seconds_a_unit"] > 0
+
+
+def test_the_run_is_recorded_and_drawn(results: Path, data: dict[str, Any]) -> None:
+    environment = data["environment"]
+    assert environment["commit"] == "0123abcd"
+    assert environment["torch"] == torch.__version__
+    assert environment["python"].split(".")[0] == str(sys.version_info.major)
+    assert (results / "engine-tiny.png").read_bytes().startswith(PNG)
+    table = [line for line in (results / "engine-tiny.md").read_text().splitlines() if line.startswith("| ours")]
+    assert len(table) == len(engine.TINY_SWEEP) + 1
+    trace = json.loads((results / "trace-ours-64.json").read_text())
+    assert {event["cat"] for event in trace["traceEvents"] if event["ph"] == "X"} >= {"compute", "copy", "slot"}
+    assert (results / "trace-ours-64.png").read_bytes().startswith(PNG)
+
+
+def test_a_contender_that_is_not_there_is_a_row_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PUBLIC_FLEXTENSOR", raising=False)
+    rows = tmp_path / "rows.jsonl"
+    plan = json.dumps({"16": ["6", ""]})
+    assert engine_run.main(["public-flextensor", "--rows", str(rows), "--plan", plan, "--tiny"]) == 0
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [(row["target"], row["step_seconds"]) for row in found] == [("6", None), ("", None)]
+    assert all(row["status"].startswith("not installed: PUBLIC_FLEXTENSOR") for row in found)
+
+
+def test_a_contender_that_fails_leaves_a_row_a_setting_and_a_code(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    plan = json.dumps({"16": ["no size"]})
+    assert engine_run.main(["ours", "--rows", str(rows), "--plan", plan, "--tiny"]) == 1
+    (row,) = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert row["status"].startswith("failed: ConfigError") and "no size" in row["status"]
+
+
+def test_a_budget_that_no_plan_fits_is_a_row_beside_those_that_work(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    plan = json.dumps({"16": ["1%", "60%"]})
+    arguments = ["ours", "--rows", str(rows), "--plan", plan, "--tiny", "--repeats", "1", "--seconds", "0.02"]
+    assert engine_run.main(arguments) == 0
+    found = {row["target"]: row for row in map(json.loads, rows.read_text().splitlines())}
+    assert found["1%"]["status"].startswith("no plan: ") and found["1%"]["step_seconds"] is None
+    assert found["60%"]["status"] == "ok" and found["60%"]["identical"] is True
+
+
+def test_only_the_public_wheels_process_sees_the_public_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PUBLIC_FLEXTENSOR", str(tmp_path))
+    monkeypatch.setenv("FT_NUM_BLOCKS", "2")
+    public = engine.child_environment(engine.Job("public-flextensor", {}))
+    ours = engine.child_environment(engine.Job("ours", {}))
+    assert public["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path.resolve())
+    assert str(tmp_path.resolve()) not in ours["PYTHONPATH"].split(os.pathsep)
+    assert "FT_NUM_BLOCKS" not in public and "FT_NUM_BLOCKS" not in ours
+
+
+def test_the_model_is_the_same_however_it_was_built() -> None:
+    first, second = build(TINY), build(TINY)
+    x = make_input(TINY, 16, "cpu")
+    assert torch.equal(first(x), second(x))
+    assert not torch.equal(first(x), build(TINY, seed=1)(x))
+    blocks = [[tuple(p.shape) for p in block.parameters()] for block in first.layers]
+    assert all(shapes == blocks[0] for shapes in blocks) and len(blocks) == TINY.blocks
+    assert not torch.equal(first.layers[0].up.weight, first.layers[1].up.weight)
+
+
+def test_the_full_model_has_the_documented_size() -> None:
+    from benchmarks.model import FULL, Stack
+
+    with torch.device("meta"):
+        model = Stack(FULL)
+    assert len(model.layers) == 24
+    assert sum(p.numel() for p in model.layers[0].parameters()) == 243_277_824
+    assert weight_bytes(model) / 2**30 == pytest.approx(10.88, abs=0.01)
