@@ -47,7 +47,7 @@ def fill(
         outstanding = 0
         try:
             for tensor, open_source in tensors:
-                while waiting and outstanding >= ahead:
+                while waiting and (outstanding >= ahead or all(piece.done() for _, piece in waiting[0][1])):
                     outstanding -= waiting[0][0].nbytes
                     yield _finish(*waiting.popleft())
                 reader, divisible = open_source()

@@ -21,7 +21,7 @@ from flextensor.store.shared import SharedStore, attach
 class StoreEntry:
     """One store of a directory.
 
-    state: "in use", "kept" (nobody uses it, and it was asked to stay), "dead" (nobody uses it; the next filling
+    state: "in use", "kept" (nobody uses it, and it was asked to stay), "dead" (nobody uses it; the next start
         removes it), "filling", or "unreadable" (``detail`` says why).
     nbytes: the file. holders: process ids, as far as this PID namespace shows them.
     """

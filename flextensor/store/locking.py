@@ -27,12 +27,14 @@ def open_locked(path: str, *, exclusive: bool = False, create: bool = False) -> 
     A shared lock is waited for (only a janitor's short look can be in the way); an exclusive one is not.
     None when there is no such file or, for an exclusive lock, somebody holds it.
 
-    Raises OSError for everything else, among it ELOOP when the path is a symbolic link.
+    Raises OSError for everything else: a missing folder when it should be created, ELOOP when the path is a symbolic link.
     """
     while True:
         try:
             fd = os.open(path, _FLAGS | (os.O_CREAT if create else 0), MODE)
         except FileNotFoundError:
+            if create:  # then it is the folder that is missing
+                raise
             return None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import threading
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 
+from flextensor.cudart import cuda_runtime
 from flextensor.store.layout import PAGE, round_up
 from flextensor.store.limits import locked_memory_limit, memory_limits
 from flextensor.store.report import PinReport
@@ -134,22 +133,12 @@ def _unregister(address: int) -> None:
 
 def _clear_error() -> None:
     """Take the failed call's error off this thread, or the next kernel launch would report it as its own."""
-    library = _cuda_runtime()
+    library = cuda_runtime()
     if library is not None:
         library.cudaGetLastError()
         return
     with contextlib.suppress(RuntimeError):
         torch.empty(1, dtype=torch.uint8, device="cuda").fill_(0)
-
-
-def _cuda_runtime() -> ctypes.CDLL | None:
-    """The CUDA runtime that torch has loaded; torch exports no way to clear an error."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if "libcudart" in path and ".so" in path:
-            with contextlib.suppress(OSError):
-                return ctypes.CDLL(path)
-    return None
 
 
 def _pageable_speed(device: torch.device | int | None) -> float | None:

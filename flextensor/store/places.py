@@ -169,6 +169,14 @@ class HandedFile:
         let_go(fd)
 
 
+def check_directory(directory: str) -> None:
+    """Raise StoreAccessError unless files can be made in the directory."""
+    if not os.path.isdir(directory):
+        raise StoreAccessError(f"shm_dir {directory} is no directory; make it, or set shm_dir to a tmpfs")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise StoreAccessError(f"shm_dir {directory} cannot be written by user {os.geteuid()}; set it to another tmpfs")
+
+
 def check_ours(fd: int, path: str) -> None:
     """Raise StoreAccessError unless the open file is a regular file of this user that nobody else may write."""
     status = os.fstat(fd)
@@ -212,12 +220,7 @@ def _give_name(fd: int, path: str) -> None:
 
 
 def _free_bytes(directory: str) -> int:
-    try:
-        space = os.statvfs(directory)
-    except OSError as error:
-        raise StoreAccessError(
-            f"cannot use {directory} for the host store: {error.strerror}; set shm_dir to a tmpfs"
-        ) from error
+    space = os.statvfs(directory)
     return space.f_bavail * space.f_frsize
 
 

@@ -23,7 +23,7 @@ from flextensor.store.locking import holders, let_go
 from flextensor.store.mapping import map_file, own_pages, restore_own_pages, set_writable
 from flextensor.store.naming import StoreName, check_namespace, content_identity, remove_dead
 from flextensor.store.numa import interleave
-from flextensor.store.places import HandedFile, NamedFile, Place, check_ours
+from flextensor.store.places import HandedFile, NamedFile, Place, check_directory, check_ours
 from flextensor.store.report import PinReport
 from flextensor.store.sources import WeightSource
 
@@ -149,6 +149,7 @@ def shared_store(
     check_namespace(namespace)
     if keep and backing == "memfd":
         raise ValueError("keep=True needs backing='file': a memfd goes with its last user")
+    check_directory(directory)
     layout = make_layout(units)
     if not layout.tensors:
         raise ValueError("there are no weights to store: no unit lists one")
@@ -158,6 +159,7 @@ def shared_store(
         progress(StoreProgress("identity", 0, layout.weight_bytes, os.getpid(), socket.gethostname()))
     name = StoreName(os.path.abspath(directory), namespace, content_identity(source.identity(layout), layout))
     identity_seconds = time.perf_counter() - started
+    remove_dead(name.directory, spare=name)
     store = _Start(name, layout, source, progress, keep, backing).get(wait_timeout)
     store.times.identity = identity_seconds
     return store
@@ -220,7 +222,6 @@ class _Start:
         started = time.perf_counter()
         name, layout, place = self._name, self._layout, self._place()
         election.announce(0, layout.weight_bytes)
-        remove_dead(name.directory, spare=name)
         created = f"pid {os.getpid()} on {socket.gethostname()}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}"
         header_bytes = header_size(name.namespace, name.identity, layout, created)
         total = header_bytes + layout.nbytes

@@ -1,0 +1,37 @@
+"""A tmpfs folder of the test's own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def shm_dir() -> Iterator[str]:
+    """A folder on the machine's tmpfs."""
+    folder = tempfile.mkdtemp(prefix="flextensor-tests-", dir="/dev/shm")
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[str]:
+    """A tmpfs of 64 MiB, as docker gives by default."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("cannot mount a tmpfs here")
+    yield str(folder)
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture(autouse=True)
+def hashes_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashes of checkpoints are remembered in the test's folder, not in the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

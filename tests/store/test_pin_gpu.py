@@ -1,0 +1,159 @@
+"""Pinning in place, on a GPU."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flextensor.store import HostStore, TensorSource, UnitSpec, WeightSpec, adopt_store, private_store, shared_store
+from flextensor.store.pinning import PinnedRegions
+from tests.store.holder import Holder
+from tests.store.small_models import same, small_weights, units_of
+
+pytestmark = pytest.mark.gpu
+
+SIZE = 256 << 20
+
+
+def _large() -> dict[str, torch.Tensor]:
+    return {f"layers.{index}.w": torch.randint(0, 255, (SIZE,), dtype=torch.uint8) for index in range(4)}
+
+
+@pytest.fixture(params=["private", "shared", "adopted"])
+def stored(request: pytest.FixtureRequest, shm_dir: str) -> Iterator[tuple[HostStore, dict[str, torch.Tensor]]]:
+    tensors = _large()
+    units = units_of(tensors)
+    store: HostStore
+    if request.param == "private":
+        store = private_store(units, tensors)
+    elif request.param == "adopted":
+        store = adopt_store(units, tensors)
+    else:
+        store = shared_store(units, TensorSource(tensors), namespace="gpu", directory=shm_dir)
+    with store:
+        yield store, tensors
+
+
+def _rate(source: torch.Tensor, target: torch.Tensor) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(4):
+        target.copy_(source, non_blocking=True)
+    end.record()
+    end.synchronize()
+    return 4 * source.numel() / (start.elapsed_time(end) / 1000)
+
+
+def _no_error_pending() -> None:
+    assert int(torch.ones(1000, device="cuda").sum()) == 1000
+
+
+def test_copies_are_right_and_as_fast_as_from_torchs_own_pinned_memory(
+    stored: tuple[HostStore, dict[str, torch.Tensor]],
+) -> None:
+    store, tensors = stored
+    report = store.pin()
+    assert report.complete and report.pinned >= 4 * SIZE, report
+    assert store.pin().seconds < 0.1
+    target = torch.empty(SIZE, dtype=torch.uint8, device="cuda")
+    for name, tensor in tensors.items():
+        assert store.source(name).is_pinned()
+        target.copy_(store.source(name), non_blocking=True)
+        assert torch.equal(target.cpu(), tensor)
+    own = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(20):
+        ours.append(_rate(store.source("layers.1.w"), target))
+        theirs.append(_rate(own, target))
+    assert statistics.median(ours) >= 0.99 * statistics.median(theirs)
+    store.unpin()
+    assert not store.source("layers.1.w").is_pinned()
+    _no_error_pending()
+
+
+def test_private_copies_are_pinned_too(stored: tuple[HostStore, dict[str, torch.Tensor]]) -> None:
+    store, tensors = stored
+    store.pin()
+    store.make_private("layers.2.w").add_(1)
+    assert store.source("layers.2.w").is_pinned()
+    assert torch.equal(store.source("layers.2.w").to("cuda", non_blocking=True).cpu(), tensors["layers.2.w"] + 1)
+    store.discard_private("layers.2.w")
+    assert torch.equal(store.source("layers.2.w").to("cuda", non_blocking=True).cpu(), tensors["layers.2.w"])
+    _no_error_pending()
+
+
+def test_pinning_runs_beside_copies(stored: tuple[HostStore, dict[str, torch.Tensor]]) -> None:
+    store, tensors = stored
+    thread = threading.Thread(target=store.pin, args=(0,))
+    thread.start()
+    for name, tensor in tensors.items():
+        assert torch.equal(store.source(name).to("cuda", non_blocking=True).cpu(), tensor)
+    thread.join()
+    assert store.report().pinned_bytes >= 4 * SIZE
+
+
+def test_a_refusal_is_reported_and_leaves_no_error_behind() -> None:
+    memory = torch.zeros(SIZE, dtype=torch.uint8)
+    first, second = PinnedRegions(), PinnedRegions()
+    region = [(memory.data_ptr(), memory.numel())]
+    assert first.register(region).complete
+    refused = second.register(region)
+    assert refused.pinned == 0 and "cudaHostRegister" in refused.reason
+    assert refused.expected_bytes_per_second is not None and refused.expected_bytes_per_second > 1e9
+    _no_error_pending()
+    first.release()
+    assert second.register(region).complete
+    second.release()
+    _no_error_pending()
+
+
+def test_tensors_that_share_pages_are_adopted_and_pinned() -> None:
+    tensors = small_weights()
+    pool = torch.arange(4096, dtype=torch.float32)
+    tensors |= {f"layers.2.part{index}": pool[index * 100 : index * 100 + 100] for index in range(40)}
+    with adopt_store(units_of(tensors), tensors) as store:
+        assert store.pin().complete
+        for name in tensors:
+            raw = store.source(name)
+            assert torch.equal(raw.to("cuda", non_blocking=True).cpu(), raw)
+    _no_error_pending()
+
+
+def test_one_copy_may_span_two_units_of_one_chunk_but_chunks_are_cut_between_units() -> None:
+    units = [UnitSpec(f"u{i}", (WeightSpec(f"u{i}.w", torch.uint8, (4096,), (1,)),)) for i in range(3)]
+    tensors = {f"u{i}.w": torch.full((4096,), i, dtype=torch.uint8) for i in range(3)}
+    with private_store(units, tensors) as store:
+        store.pin()
+        assert store.bytes(0, 3 * 4096).to("cuda", non_blocking=True).cpu().tolist()[::4096] == [0, 1, 2]
+
+
+def test_a_pinned_user_dies_and_the_others_go_on(shm_dir: str) -> None:
+    tensors = small_weights(rows=20_000)
+    holder = Holder.start(shm_dir, rows=20_000)
+    holder.wait("ready")
+    with shared_store(units_of(tensors), TensorSource(tensors), namespace="t", directory=shm_dir) as store:
+        assert store.pin().complete
+        holder.kill()
+        time.sleep(0.1)
+        for name in tensors:
+            raw = store.source(name)
+            assert torch.equal(raw.to("cuda", non_blocking=True).cpu(), raw)
+    _no_error_pending()
+
+
+def test_a_gpu_model_is_stored_from_the_gpu(shm_dir: str) -> None:
+    tensors = {name: tensor.to("cuda") for name, tensor in small_weights().items()}
+    wanted = small_weights()
+    units = units_of(wanted)
+    with (
+        private_store(units, tensors) as private,
+        shared_store(units, TensorSource(tensors), namespace="t", directory=shm_dir) as shared,
+    ):
+        for store in (private, shared):
+            assert all(same(store.tensor(name), tensor) for name, tensor in wanted.items())

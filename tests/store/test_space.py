@@ -1,0 +1,73 @@
+"""A tmpfs that is too small: refused before a byte is written, with what is needed, what is free and what to do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from flextensor.store import StoreAccessError, StoreSpaceError, TensorSource, shared_store
+from flextensor.store.naming import StoreName
+from flextensor.store.places import NamedFile
+from tests.store.small_models import same, units_of
+
+MODEL = {f"layers.{index}.w": torch.arange(25 << 18, dtype=torch.int64) for index in range(4)}
+"""200 MiB."""
+
+
+def test_a_model_larger_than_the_tmpfs_is_refused(small_tmpfs: str) -> None:
+    with pytest.raises(StoreSpaceError, match="--shm-size=1g") as caught:
+        shared_store(units_of(MODEL), TensorSource(MODEL), namespace="t", directory=small_tmpfs)
+    assert caught.value.needed > 200 << 20
+    assert 63 << 20 < caught.value.free <= 64 << 20
+    assert small_tmpfs in str(caught.value)
+    assert os.listdir(small_tmpfs) == []
+
+
+def test_the_same_model_fits_as_a_memfd(small_tmpfs: str) -> None:
+    with shared_store(
+        units_of(MODEL), TensorSource(MODEL), namespace="t", directory=small_tmpfs, backing="memfd"
+    ) as store:
+        assert same(store.tensor("layers.3.w"), MODEL["layers.3.w"])
+    assert os.listdir(small_tmpfs) == []
+
+
+def test_a_tmpfs_that_fills_up_after_the_check_is_an_error_and_no_signal(small_tmpfs: str) -> None:
+    place = NamedFile(StoreName(small_tmpfs, "t", "0" * 32))
+    place.check_space(50 << 20)
+    fd = place.create()
+    (Path(small_tmpfs) / "other").write_bytes(b"x" * (40 << 20))
+    with pytest.raises(StoreSpaceError) as caught:
+        place.reserve(fd, 50 << 20)
+    place.leave(fd, keep=False)
+    assert caught.value.needed == 50 << 20
+    assert caught.value.free < 50 << 20
+    assert os.listdir(small_tmpfs) == ["other"]
+    assert os.statvfs(small_tmpfs).f_bavail * os.statvfs(small_tmpfs).f_frsize >= 23 << 20
+
+
+def test_a_store_that_leaves_makes_room_for_the_next(small_tmpfs: str) -> None:
+    for value in range(3):
+        model = {"layers.0.w": torch.full((5 << 20,), value, dtype=torch.int64)}
+        with shared_store(units_of(model), TensorSource(model), namespace="t", directory=small_tmpfs) as store:
+            assert same(store.tensor("layers.0.w"), model["layers.0.w"])
+
+
+def test_a_dead_store_makes_room_for_the_next(small_tmpfs: str) -> None:
+    from tests.store.holder import Holder
+
+    holder = Holder.start(small_tmpfs, 1, rows=15_000)  # about 42 MiB
+    holder.wait("ready")
+    holder.kill()
+    assert len(os.listdir(small_tmpfs)) == 1
+    again = Holder.start(small_tmpfs, 2, rows=15_000)
+    assert again.wait("ready") == {"created": True, "wrong": []}
+    again.close()
+    assert os.listdir(small_tmpfs) == []
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreAccessError, match=r"shm_dir .*nowhere is no directory"):
+        shared_store(units_of(MODEL), TensorSource(MODEL), namespace="t", directory=str(tmp_path / "nowhere"))
