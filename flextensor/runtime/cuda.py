@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from flextensor.cudart import HOST_TO_DEVICE, cuda_runtime
+from flextensor.runtime.device import copy_each
 
 
 class CudaEvent:
@@ -45,6 +49,26 @@ class CudaStream:
         with torch.cuda.stream(self.raw):
             destination.copy_(source, non_blocking=True)
 
+    def copier(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        runtime = cuda_runtime()
+        if runtime is None or any(source.is_cuda for _, source in pairs):
+            return copy_each(self, pairs)
+        call, stream = runtime.cudaMemcpyAsync, self.key
+        addresses = [(d.data_ptr(), s.data_ptr(), s.numel()) for d, s in pairs]
+        kept = tuple(pairs)  # the memory behind the addresses
+
+        def queue() -> None:
+            # A tenth of the host time of Tensor.copy_ under a stream context.
+            for destination, source, nbytes in addresses:
+                code = call(destination, source, nbytes, HOST_TO_DEVICE, stream)
+                if code:
+                    raise RuntimeError(
+                        f"cudaMemcpyAsync of {nbytes} bytes ({len(kept)} runs) failed with {code}: "
+                        f"{runtime.cudaGetErrorString(code).decode()}"
+                    )
+
+        return queue
+
     def synchronize(self) -> None:
         self.raw.synchronize()
 
@@ -63,12 +87,17 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", self.index)
         self.name = torch.cuda.get_device_name(self.index)
         self.external_events = external_events
+        self._streams: dict[int, CudaStream] = {}
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def compute_stream(self) -> CudaStream:
-        return CudaStream(torch.cuda.current_stream(self.index))
+        key = torch._C._cuda_getCurrentRawStream(self.index)
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams[key] = CudaStream(torch.cuda.current_stream(self.index))
+        return stream
 
     def new_stream(self) -> CudaStream:
         return CudaStream(torch.cuda.Stream(device=self.index))

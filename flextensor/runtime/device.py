@@ -7,6 +7,7 @@ calling thread).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,9 @@ class Stream(Protocol):
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy of bytes (two uint8 tensors of the same length), host to device or within the device."""
+
+    def copier(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        """A function that queues these (destination, source) copies, as ``copy`` does, at the least host time."""
 
     def synchronize(self) -> None:
         """Block the calling thread until the stream is empty."""
@@ -87,3 +91,14 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Stop the device's threads."""
+
+
+def copy_each(stream: Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+    """A ``copier`` made of single ``copy`` calls."""
+    kept = tuple(pairs)
+
+    def queue() -> None:
+        for destination, source in kept:
+            stream.copy(destination, source)
+
+    return queue

@@ -14,10 +14,12 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+from flextensor.runtime.device import copy_each
 
 CHUNK_BYTES = 4 << 20
 """A copy moves in chunks, so that two streams share the link evenly."""
@@ -64,6 +66,9 @@ class ComputeStream:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
+
+    def copier(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        return copy_each(self, pairs)
 
     def synchronize(self) -> None:
         pass
@@ -114,6 +119,9 @@ class CopyStream:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         link = self._link  # not self: the queue must not keep the stream alive
         self._queue.put(lambda: link.move(destination.data_ptr(), source.data_ptr(), source.numel()))
+
+    def copier(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        return copy_each(self, pairs)
 
     def synchronize(self) -> None:
         event = HostEvent()

@@ -18,7 +18,7 @@ starts from the state in which the one before has left off, and the link is busy
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,7 @@ class _Batch:
     """Copies for one visit that are issued together. ``ready`` is recorded behind them when they are the last."""
 
     visit: int
-    moves: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    queue: Callable[[], None]
     tensors: tuple[int, ...]
     nbytes: int
     ready: Event | None
@@ -92,6 +92,7 @@ class Loader:
         self._began = False
         self._irregular = False
         self._in_order = 0
+        self._whole_step_done = False
         self._valid: dict[int, Event] = {}
         self._overlaps = _overlapping(plan, memory.table.weights)
         self._tail_first = False
@@ -109,7 +110,7 @@ class Loader:
             final = last_for[copy.visit] == at
             batch = _Batch(
                 copy.visit,
-                tuple(self._moves(copy.tensors, copy.arena_offset, copy.source_offset, copy.nbytes)),
+                self._copy.copier(self._moves(copy.tensors)),
                 copy.tensors,
                 copy.nbytes,
                 self._ready[copy.visit] if final else None,
@@ -117,9 +118,7 @@ class Loader:
             after[copy.after].append(batch)
         return [tuple(batches) for batches in after]
 
-    def _moves(
-        self, tensors: Sequence[int], arena_offset: int, source_offset: int, nbytes: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _moves(self, tensors: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(destination, source) byte views; tensors that are contiguous on both sides go as one."""
         moves: list[tuple[torch.Tensor, torch.Tensor]] = []
         start = 0
@@ -153,11 +152,13 @@ class Loader:
         self._copy.record(self._fetched)
         self._device.compute_stream().wait(self._fetched)
 
-    def _steady_content(self, position: int) -> dict[int, int]:
-        """Tensor -> the visit it was fetched for, of what lies in its slot before visit ``position``, in the
-        steady state."""
-        content = {tensor: copy.visit for copy in self.plan.initial for tensor in copy.tensors}
-        for at in [*range(self._count), *range(self._count), *range(position)]:
+    def _content(self, position: int) -> dict[int, int]:
+        """Tensor -> the visit it was fetched for, of what lies in its slot before visit ``position`` of a step, all
+        steps so far having been regular."""
+        primed = [*self.plan.initial, *(copy for copy in self.plan.copies if copy.lag)]
+        content = {tensor: copy.visit for copy in primed for tensor in copy.tensors}
+        whole_steps = 2 if self._whole_step_done else 0
+        for at in [*list(range(self._count)) * whole_steps, *range(position)]:
             for batch in self._after[at]:
                 for tensor in batch.tensors:
                     for other in self._overlaps[tensor]:
@@ -241,8 +242,7 @@ class Loader:
         trace = self._trace
         for batch in self._after[at]:
             begin = trace.copy_begin(copy) if trace is not None else None
-            for destination, source in batch.moves:
-                copy.copy(destination, source)
+            batch.queue()
             ready = batch.ready or (self._ready[batch.visit] if self._irregular else None)
             if ready is not None:
                 copy.record(ready)
@@ -292,6 +292,7 @@ class Loader:
 
     def _end_step(self, stream: Stream) -> None:
         self._began = False
+        self._whole_step_done = self._whole_step_done or not self._irregular
         if self._trace is not None:
             self._recorder.end_step(self._trace)
             self._trace = None
@@ -311,7 +312,7 @@ class Loader:
             self._irregular = True
             self._valid = {
                 tensor: event
-                for tensor, visit in self._steady_content(self._next).items()
+                for tensor, visit in self._content(self._next).items()
                 if (event := self._ready[visit] or self._fetched)
             }
         self._in_order = 0

@@ -1,0 +1,56 @@
+"""Who was compiled: which units made a graph, which share another's, which run eagerly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """Numbers of units. compiled: made graphs of their own (``graphs`` in all). shared: compiled, and every call ran a
+    graph that another unit had made. eager: not compiled. pending: compiled, but not called yet."""
+
+    compiled: int
+    shared: int
+    eager: int
+    pending: int
+    graphs: int
+
+
+class CompileCensus:
+    """Counts Dynamo's compilations by the unit that was running. ``running()``: that unit, or None."""
+
+    def __init__(self, running: Callable[[], int | None]) -> None:
+        self.graphs: Counter[int] = Counter()
+        self.called: set[int] = set()
+        self._running = running
+        self._handler: Any = None
+
+    def start(self) -> None:
+        """Begin to count; again is free."""
+        if self._handler is None:
+            self._handler = torch._dynamo.callback.callback_handler
+            self._handler.register_start_callback(self._compiling)
+
+    def stop(self) -> None:
+        """Stop counting; again is free."""
+        if self._handler is not None and self._compiling in self._handler.start_callbacks:
+            self._handler.remove_start_callback(self._compiling)
+        self._handler = None
+
+    def _compiling(self, args: Any) -> None:
+        unit = self._running()
+        if unit is not None and args.callback_trigger.name == "DYNAMO":
+            self.graphs[unit] += 1
+
+    def report(self, compiled: list[bool]) -> CompileReport:
+        """``compiled``: for each unit, whether something compiled runs in its place."""
+        own = sum(1 for unit, yes in enumerate(compiled) if yes and self.graphs[unit])
+        shared = sum(1 for unit, yes in enumerate(compiled) if yes and not self.graphs[unit] and unit in self.called)
+        pending = sum(compiled) - own - shared
+        return CompileReport(own, shared, len(compiled) - sum(compiled), pending, sum(self.graphs.values()))

@@ -1,0 +1,31 @@
+"""Compiled-offload tests start with a clean Dynamo and leave no manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import flextensor as ft
+from flextensor import registry
+
+
+@pytest.fixture(autouse=True)
+def clean_dynamo() -> Iterator[None]:
+    """No graphs from another test, no gradients, no manager left behind."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    limits = torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit
+    with torch.no_grad():
+        yield
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit = limits
+    for name in registry.names():
+        ft.release(name)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where the models run."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
