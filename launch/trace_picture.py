@@ -76,6 +76,8 @@ def _draw_compute(axes: Axes, step: Timeline, colour: Any) -> None:
 
 def _draw_link(axes: Axes, step: Timeline, colour: Any) -> None:
     for span in step.copying:
+        if span.start >= step.period:  # queued so deep that it began after the step: drawn at the beginning
+            continue
         axes.broken_barh(
             [(span.start * 1e3, (min(span.end, step.period) - span.start) * 1e3)],
             (0, 1),

@@ -229,7 +229,9 @@ def _cut(occupied: Sequence[Occupancy], period: float) -> Iterator[Occupancy]:
     for whole in occupied:
         for steps_ago in range(int(whole.end // period) + 1):
             shift = steps_ago * period
-            start, end = max(whole.start - shift, 0.0), min(whole.end - shift, period)
+            # Bytes of the step before were there when they were read, whatever this step's copy of them took.
+            filled = min(whole.filled, whole.read) - shift
+            start, end = max(min(whole.start - shift, filled), 0.0), min(whole.end - shift, period)
             if end > start:
                 yield Occupancy(
                     whole.visit,
@@ -238,7 +240,7 @@ def _cut(occupied: Sequence[Occupancy], period: float) -> Iterator[Occupancy]:
                     whole.arena_offset,
                     whole.nbytes,
                     start,
-                    min(max(whole.filled - shift, start), end),
+                    min(max(filled, start), end),
                     min(max(whole.read - shift, start), end),
                     end,
                     wrapped=steps_ago > 0,
