@@ -40,6 +40,7 @@ class HostStore:
 
     kind = "private"
     shared = False
+    _read_only = False
 
     def __init__(self, layout: Layout, identity: str) -> None:
         self.layout = layout
@@ -191,9 +192,12 @@ class HostStore:
         Never raises for a refusal: the store stays pageable, the report and a logged warning say why.
         """
         self._check_open()
-        report = self._pins.register([*self._regions(), *(_region(copy) for copy in self._private.values())], device)
-        self._pin_report = report
-        return report
+        with self._lock:
+            stored = self._pins.register(self._regions(), device, read_only=self._read_only)
+            self._pin_report = stored
+            if stored.complete:
+                self._pins.register([_region(copy) for copy in self._private.values()], device)
+            return stored
 
     def unpin(self) -> None:
         """Undo ``pin``. No copy from the store may be under way."""
@@ -312,7 +316,8 @@ class AdoptedStore(HostStore):
         self._bytes = dict(tensors)
         self._starts = [tensor.offset for tensor in layout.tensors]
         # Decided once: after ``pin`` every tensor says that it is pinned.
-        self._pageable = [_region(raw) for raw in self._bytes.values() if not raw.is_pinned()]
+        # Whole storages, not weights: a copy of something larger that begins in a registered part would fail.
+        self._pageable = [_storage_region(raw) for raw in self._bytes.values() if not raw.is_pinned()]
 
     def _stored_bytes(self, tensor: StoredTensor) -> torch.Tensor:
         return self._bytes[tensor.name]
@@ -349,6 +354,11 @@ def pin_chunks(layout: Layout, most: int = 1 << 30) -> list[tuple[int, int]]:
     if layout.nbytes > start:
         chunks.append((start, layout.nbytes))
     return chunks
+
+
+def _storage_region(raw: torch.Tensor) -> Region:
+    storage = raw.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _region(raw: torch.Tensor) -> Region:

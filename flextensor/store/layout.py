@@ -153,7 +153,8 @@ def make_layout(units: Iterable[UnitSpec]) -> Layout:
     tensors: list[StoredTensor] = []
     end = 0
     for unit, weights in collect_weights(units):
-        end = round_up(end, PAGE)
+        # Never flush with the unit before: no run of bytes may lead from one into the other (pinning cuts there).
+        end = round_up(end + TENSOR_ALIGNMENT, PAGE) if end and weights else end
         for weight in sorted(weights, key=lambda w: (w.nbytes, w.name)):
             end = round_up(end, TENSOR_ALIGNMENT)
             tensors.append(_stored(weight, unit, end))

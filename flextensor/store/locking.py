@@ -27,7 +27,7 @@ def open_locked(path: str, *, exclusive: bool = False, create: bool = False) -> 
     A shared lock is waited for (only a janitor's short look can be in the way); an exclusive one is not.
     None when there is no such file or, for an exclusive lock, somebody holds it.
 
-    Raises OSError for everything else: a missing folder when it should be created, ELOOP when the path is a symbolic link.
+    Raises OSError for everything else: a folder that is missing, ELOOP for a symbolic link.
     """
     while True:
         try:

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -28,12 +29,18 @@ def map_anonymous(nbytes: int) -> torch.Tensor:
     return _as_tensor(area)[:nbytes]
 
 
-def map_file(fd: int, nbytes: int, *, private: bool = False) -> torch.Tensor:
-    """The first ``nbytes`` of a file, readable and writable.
+def map_file(fd: int, nbytes: int, *, private: bool = False, writable: bool = True) -> torch.Tensor:
+    """The first ``nbytes`` of a file.
 
     private: writes go to pages of this process's own and never to the file.
+    writable: False: a write ends the process by a signal.
     """
-    area = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
+    area = mmap.mmap(
+        fd,
+        nbytes,
+        flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED,
+        prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
+    )
     if not private:
         _advise_huge(area)
     return _as_tensor(area)
@@ -64,15 +71,6 @@ def pss_bytes(pid: int | None, *, files: Iterable[tuple[str, int]] = (), address
     Raises ProcessLookupError when there is no such process, PermissionError when it is another user's.
     """
     return _smaps_sum(pid, "Pss:", set(files), address)
-
-
-def set_writable(memory: torch.Tensor, writable: bool) -> None:
-    """Allow or forbid this process to write to a mapping (a whole one); reading stays allowed.
-
-    Raises OSError when the kernel refuses.
-    """
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    _call("mprotect", memory.data_ptr(), round_up(memory.numel(), mmap.PAGESIZE), protection)
 
 
 def own_pages(memory: torch.Tensor) -> list[tuple[int, int]]:
@@ -143,7 +141,8 @@ def _call(function: str, address: int, length: int, argument: int) -> None:
 
 
 def _as_tensor(area: mmap.mmap) -> torch.Tensor:
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(area, dtype=torch.uint8)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import torch
 
 from flextensor.cudart import cuda_runtime
-from flextensor.store.layout import PAGE, round_up
 from flextensor.store.limits import locked_memory_limit, memory_limits
 from flextensor.store.report import PinReport
 
@@ -21,6 +20,7 @@ Region = tuple[int, int]
 """Address and length in bytes."""
 
 _PORTABLE = 1
+_READ_ONLY = 8
 _PROBE_BYTES = 32 << 20
 _MOST_OF_MEMORY = 0.95
 
@@ -40,9 +40,12 @@ class PinnedRegions:
         """Bytes registered."""
         return sum(self._regions.values())
 
-    def register(self, regions: Iterable[Region], device: torch.device | int | None = None) -> PinReport:
+    def register(
+        self, regions: Iterable[Region], device: torch.device | int | None = None, *, read_only: bool = False
+    ) -> PinReport:
         """Register what of ``regions`` is not registered yet.
 
+        read_only: the process may only read the memory; CUDA registers such a mapping only when it is told.
         Stops at the first refusal and says why in the report; never raises for it, and leaves no CUDA error behind.
         """
         with self._lock:
@@ -56,7 +59,7 @@ class PinnedRegions:
                     for address, nbytes in todo:
                         if self._regions.get(address) == nbytes:
                             continue
-                        reason = _register(address, nbytes)
+                        reason = _register(address, nbytes, read_only)
                         if reason:
                             break
                         self._regions[address] = nbytes
@@ -100,23 +103,25 @@ class PinnedRegions:
 
 
 def merge_regions(regions: Iterable[Region]) -> list[Region]:
-    """Regions rounded out to whole pages; those that share a page become one. Ascending by address."""
+    """Regions by ascending address; those that overlap become one.
+
+    They are not rounded to pages: the driver refuses a copy that begins in a registered region and ends outside, so a
+    region must hold nothing that is not ours (measured; two regions may share a page).
+    """
     merged: list[Region] = []
     for address, nbytes in sorted(regions):
-        start = address // PAGE * PAGE
-        end = round_up(address + nbytes, PAGE)
-        if merged and start < sum(merged[-1]):
+        if merged and address < sum(merged[-1]):
             first, length = merged[-1]
-            merged[-1] = (first, max(end, first + length) - first)
+            merged[-1] = (first, max(address + nbytes, first + length) - first)
         elif nbytes:
-            merged.append((start, end - start))
+            merged.append((address, nbytes))
     return merged
 
 
-def _register(address: int, nbytes: int) -> str:
+def _register(address: int, nbytes: int, read_only: bool) -> str:
     """Register one region; the reason when it is refused, else an empty text."""
     runtime = torch.cuda.cudart()
-    code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+    code = runtime.cudaHostRegister(address, nbytes, _PORTABLE | (_READ_ONLY if read_only else 0))
     if int(code) == 0:
         return ""
     text = runtime.cudaGetErrorString(code)

@@ -20,11 +20,10 @@ from flextensor.store.filling import Reader, fill
 from flextensor.store.host_store import MappedStore
 from flextensor.store.layout import Layout, StoredTensor, UnitSpec, make_layout
 from flextensor.store.locking import holders, let_go
-from flextensor.store.mapping import map_file, own_pages, restore_own_pages, set_writable
+from flextensor.store.mapping import map_file, own_pages, restore_own_pages
 from flextensor.store.naming import StoreName, check_namespace, content_identity, remove_dead
 from flextensor.store.numa import interleave
 from flextensor.store.places import HandedFile, NamedFile, Place, check_directory, check_ours
-from flextensor.store.report import PinReport
 from flextensor.store.sources import WeightSource
 
 log = logging.getLogger(__name__)
@@ -45,13 +44,11 @@ class SharedStore(MappedStore):
 
     kind = "shared"
     shared = True
+    _read_only = True
 
     def __init__(self, label: str, fd: int, manifest: Manifest, *, created: bool, leave: Callable[[int], None]) -> None:
-        self._whole = map_file(fd, manifest.file_bytes)
-        super().__init__(
-            manifest.layout, manifest.identity, self._whole[manifest.header_bytes :], checksums=manifest.checksums
-        )
-        set_writable(self._whole, False)
+        memory = map_file(fd, manifest.file_bytes, writable=False)[manifest.header_bytes :]
+        super().__init__(manifest.layout, manifest.identity, memory, checksums=manifest.checksums)
         self._own: torch.Tensor | None = map_file(fd, manifest.file_bytes, private=True)[manifest.header_bytes :]
         self.manifest = manifest
         self._label = label
@@ -69,16 +66,6 @@ class SharedStore(MappedStore):
         """Device (``major:minor``) and inode, as ``/proc/PID/smaps`` shows them."""
         device = self._status.st_dev
         return f"{os.major(device):02x}:{os.minor(device):02x}", self._status.st_ino
-
-    def pin(self, device: torch.device | int | None = None) -> PinReport:
-        self._check_open()
-        with self._lock:
-            # CUDA registers writable memory only. Afterwards it holds the pages, whatever the processor may do.
-            set_writable(self._whole, True)
-            try:
-                return super().pin(device)
-            finally:
-                set_writable(self._whole, False)
 
     def edited_in_place(self) -> tuple[str, ...]:
         self._check_open()
@@ -109,7 +96,6 @@ class SharedStore(MappedStore):
 
     def _drop_memory(self) -> None:
         super()._drop_memory()
-        del self._whole
         self._own = None
         self._leave()
 

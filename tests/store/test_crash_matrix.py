@@ -57,7 +57,8 @@ def _round(directory: str, rng: random.Random) -> dict[str, int]:
     return counts
 
 
-def _run(directory: str, rounds: int, seed: int) -> dict[str, int]:
+def run_rounds(directory: str, rounds: int, seed: int) -> dict[str, int]:
+    """So many rounds; how many processes were started and killed in all. Raises AssertionError as a round does."""
     free = os.statvfs(directory).f_bfree
     total = {"started": 0, "killed": 0}
     for number in range(rounds):
@@ -69,12 +70,12 @@ def _run(directory: str, rounds: int, seed: int) -> dict[str, int]:
 
 
 def test_random_deaths(shm_dir: str) -> None:
-    counts = _run(shm_dir, rounds=3, seed=7)
+    counts = run_rounds(shm_dir, rounds=3, seed=7)
     assert counts["killed"] >= 3
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_a_hundred_rounds_of_random_deaths(shm_dir: str) -> None:
-    counts = _run(shm_dir, rounds=100, seed=1000)
+    counts = run_rounds(shm_dir, rounds=100, seed=1000)
     assert counts["killed"] >= 200

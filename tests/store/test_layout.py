@@ -44,6 +44,8 @@ def test_weights_are_aligned_ordered_and_never_overlap(units: tuple[UnitSpec, ..
     for tensor in layout.tensors:
         assert tensor.offset % 256 == 0
         assert tensor.offset >= end
+        first_of_unit = layout.by_unit[tensor.unit][0] is tensor
+        assert not first_of_unit or tensor.offset == 0 or tensor.offset > -(-end // 256) * 256
         end = tensor.offset + tensor.nbytes
     assert layout.nbytes % 4096 == 0
     assert end <= layout.nbytes <= end + 4096

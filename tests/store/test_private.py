@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,6 @@ from flextensor.store import (
     adopt_store,
     private_store,
 )
-from flextensor.store.limits import memory_limits
 from flextensor.store.memory import weights_pss
 from tests.store.small_models import same, small_weights, units_of
 
@@ -59,11 +60,16 @@ def test_originals_can_go_while_the_store_fills() -> None:
 
 def test_memory_is_the_sum_of_the_weights_and_at_most_a_page_each_and_goes_at_the_end() -> None:
     tensors = {f"u{index}.w": torch.ones((1 << 22) + 4096, dtype=torch.uint8) for index in range(16)}
-    before = memory_limits().available
+    before = _resident_bytes()
     with private_store(units_of(tensors), tensors) as store:
         assert store.layout.nbytes <= sum(t.nbytes + 4096 for t in tensors.values())
         assert 0.99 * store.layout.nbytes <= weights_pss([], store) <= store.layout.nbytes + (4 << 20)
-    assert abs(memory_limits().available - before) < 64 << 20  # others use this machine too
+        assert _resident_bytes() - before >= 0.99 * store.layout.nbytes
+    assert _resident_bytes() - before < 8 << 20
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_edits_are_private_copies_that_can_be_undone() -> None:
