@@ -40,7 +40,7 @@ class WarmupTrap(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", "") == "__get__" or func in _LOOKS_ONLY:
+        if _only_looks(func):
             return func(*args, **(kwargs or {}))
         args = tuple(self._seen(arg) for arg in args)
         kwargs = {key: self._seen(value) for key, value in kwargs.items()} if kwargs else {}
@@ -58,6 +58,16 @@ class WarmupTrap(TorchFunctionMode):
             return type(value)(self._seen(item) for item in value)
         return value
 
+
+def _only_looks(func: Callable[..., Any]) -> bool:
+    """True for what reads no element: sizes, places, attributes that are no views."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in _VIEWS
+    return name == "__set__" or func in _LOOKS_ONLY
+
+
+_VIEWS = {"T", "H", "mT", "mH", "real", "imag", "data"}
 
 _LOOKS_ONLY = {
     torch.Tensor.size,

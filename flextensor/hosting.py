@@ -56,6 +56,13 @@ class Hosting:
         """Weights of units that no store can hold as they are (holes, overlaps, tensor subclasses): resident."""
         self.others = [*self.unstored, *selection.unmatched]
         """All weights that lie on the device whatever the plan."""
+        for weight in (*stored, *self.others):
+            if weight.tensor.is_inference():
+                _put_in_place(weight, _out_of_inference_mode(weight.tensor))
+        for module, attribute, _ in selection.buffers:
+            buffer = module._buffers[attribute]
+            if buffer is not None and buffer.is_inference():
+                module._buffers[attribute] = _out_of_inference_mode(buffer)
         for unit in selection.units:
             unit.weights = [weight for weight in unit.weights if _storable(weight)]
         units = [UnitSpec(unit.name, tuple(_spec(w) for w in unit.weights)) for unit in selection.units if unit.weights]
@@ -230,10 +237,22 @@ def _leave_meta(weight: Weight, store: HostStore) -> None:
         data = (
             store.tensor(weight.name) if weight.nbytes else torch.empty(weight.tensor.shape, dtype=weight.tensor.dtype)
         )
-        real = nn.Parameter(data, requires_grad=False)
+    _put_in_place(weight, data)
+
+
+def _out_of_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
+    """An ordinary tensor over the same memory as one made in inference mode, which has no version to watch."""
+    with torch.inference_mode(False):
+        ordinary = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return ordinary.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _put_in_place(weight: Weight, data: torch.Tensor) -> None:
+    with torch.inference_mode(False):
+        weight.tensor = data if weight.is_buffer else nn.Parameter(data, requires_grad=False)
     for owner, attribute in weight.places:
-        owner._parameters[attribute] = real
-    weight.tensor = real
+        registry: dict[str, Any] = owner._buffers if attribute in owner._buffers else owner._parameters
+        registry[attribute] = weight.tensor
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

@@ -166,6 +166,7 @@ class OffloadManager:
         for at, unit in enumerate(self._pieces):
             handle = UnitHandle(
                 unit.name,
+                unit.module,
                 _bind(self._enter, at),
                 _bind(self._leave, at),
                 _bind(self._abort, at),
@@ -344,7 +345,7 @@ class OffloadManager:
             self._end_profiling()
 
     def _end_discovery(self) -> None:
-        refuse_kept_views(self.model, self._weights, self._memory.addresses())
+        refuse_kept_views(self.model, self._weights, self._memory.spans())
         trap, self._trap = self._trap, None
         if trap is not None:
             for unit, tensors in trap.reads.items():
@@ -362,10 +363,10 @@ class OffloadManager:
 
     def _end_profiling(self) -> None:
         assert self._warmup is not None
-        refuse_kept_views(self.model, self._weights, self._memory.addresses())
+        refuse_kept_views(self.model, self._weights, self._memory.spans())
         self.device.synchronize()
-        steps = self._warmup.steps
-        if not steps or not steps[-1].visits:
+        steps = [step for step in self._warmup.steps if step.visits]
+        if not steps:
             logger.warning("no unit ran during profiling; still fetching on demand")
             return
         for step in steps:
@@ -540,12 +541,12 @@ class OffloadManager:
     def _switch(self, plan: Plan, epoch: int | None) -> None:
         """Stop, lay memory out anew, go on. On failure the plan before is in force again."""
         before = self._loader.plan
-        self._quiesce()
-        self._save_state()
-        if self._recorder.steps:
-            self.profile = self.current_profile()
-            self._recorder.clear()
         try:
+            self._quiesce()
+            self._save_state()
+            if self._recorder.steps:
+                self.profile = self.current_profile()
+                self._recorder.clear()
             self._memory.apply(plan)
             self._rebuild_loader(plan)
         except BaseException:  # also a Ctrl-C: what it left half laid out is laid out anew
@@ -685,9 +686,11 @@ class OffloadManager:
     def _reload(self, indexes: Iterator[int]) -> None:
         """Sources have changed: bind anew, copy resident ones again."""
         which = list(indexes)
-        self._quiesce()
-        self._memory.rebind(which)
-        self._rebuild_loader(self._loader.plan)
+        try:
+            self._quiesce()
+            self._memory.rebind(which)
+        finally:
+            self._rebuild_loader(self._loader.plan)
         logger.info("took up %d edited weights", len(which))
 
     def _weight_index(self, name: str) -> int:

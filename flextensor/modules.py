@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from flextensor.runtime import ops
 from flextensor.units import OffloadError
@@ -128,6 +129,7 @@ class UnitHandle:
     def __init__(
         self,
         name: str,
+        module: nn.Module,
         enter: Callable[[tuple[Any, ...], dict[str, Any]], None],
         leave: Callable[[], None],
         abort: Callable[[], None],
@@ -135,6 +137,7 @@ class UnitHandle:
         traced: Callable[[], None],
     ) -> None:
         self.name = name
+        self.module = module
         self.compiled: Callable[..., Any] | None = None
         """Runs instead of the module's own call, when ``compile_fn`` made it."""
         self._enter, self._leave, self._abort, self._traced = enter, leave, abort, traced
@@ -152,20 +155,31 @@ class UnitHandle:
             raise
         return result
 
-    def enter_traced(self) -> None:
+    def enter_traced(self, weights: list[torch.Tensor]) -> None:
         self._traced()
         self._enter((), {})
+        own = _traced_weights(self.module)
+        if [w.data_ptr() for w in weights] != [w.data_ptr() for w in own]:
+            self._abort()
+            raise ops.MonolithicGraphError(
+                f"the graph around unit {self.name!r} works on copies of its weights, as backends other than "
+                "'inductor' make them; compile each module of manager.offload_units() on its own, which any backend can"
+            )
 
     def exit_traced(self) -> None:
         self._leave()
+
+
+def _traced_weights(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _run_traced(
     module: nn.Module, unit: torch.Tensor, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     ops.note_traced_unit()
-    weights = [*module.parameters(), *module.buffers()]
-    torch.ops.flextensor.pre_compute(weights, unit)
+    torch.ops.flextensor.pre_compute(_traced_weights(module), unit)
     result = call(*args, **kwargs)
-    torch.ops.flextensor.post_compute(weights, unit)
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    torch.ops.flextensor.post_compute(outputs, unit)
     return result

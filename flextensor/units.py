@@ -10,7 +10,7 @@ import difflib
 import fnmatch
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -236,20 +236,20 @@ def _refuse_hidden_views(modules: dict[str, nn.Module], weights: dict[int, Weigh
                     )
 
 
-def refuse_kept_views(model: nn.Module, weights: Sequence[Weight], addresses: Collection[int]) -> None:
+def refuse_kept_views(model: nn.Module, weights: Sequence[Weight], spans: Sequence[tuple[int, int]]) -> None:
     """Raise OffloadError when a module has kept a view of a weight since it was offloaded (a cache filled by its first
-    forward). ``addresses``: of the device memory that weights take turns in."""
+    forward). ``spans``: addresses (from, to) of the device memory that weights take turns in."""
     known = {id(weight.tensor) for weight in weights}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             for tensor in _tensors_in(value):
                 if id(tensor) in known or tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
                     continue
-                if tensor.untyped_storage().data_ptr() in addresses:
+                if any(start <= tensor.data_ptr() < end for start, end in spans):
                     raise OffloadError(
                         f"module {name or '(root)'} ({type(module).__name__}) keeps a view of a weight in its "
-                        f"attribute {attribute!r} since its first forward; other weights will lie there: make the view anew in "
-                        "each forward(), keep a clone() of it, or exclude the module"
+                        f"attribute {attribute!r} since its first forward; other weights will lie there: make the view "
+                        "anew in each forward(), keep a clone() of it, or exclude the module"
                     )
 
 

@@ -90,7 +90,8 @@ class CudaDevice:
         self._streams: dict[int, CudaStream] = {}
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def compute_stream(self) -> CudaStream:
         key = torch._C._cuda_getCurrentRawStream(self.index)

@@ -172,7 +172,8 @@ class HostDevice:
             self._peak = max(self._peak, self._allocated)
         memory = mmap.mmap(-1, nbytes)
         weakref.finalize(memory, self._forget, nbytes)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _forget(self, nbytes: int) -> None:
         with self._lock:

@@ -91,6 +91,7 @@ class Loader:
         self._trace: StepTrace | None = None
         self._began = False
         self._irregular = False
+        self._closed = False
         self._in_order = 0
         self._whole_step_done = False
         self._valid: dict[int, Event] = {}
@@ -368,15 +369,21 @@ class Loader:
 
     def _count_in_order(self) -> None:
         self._in_order += 1
-        if self._in_order > 2 * self._count and self._next == self._count:
+        if not self._closed and self._in_order > 2 * self._count and self._next == self._count:
             self._irregular = False
             self._valid = {}
 
     # ---- the end
 
     def close(self) -> None:
-        """Wait for the copies under way; nothing is queued afterwards."""
+        """Wait for the copies under way and let go of the arena, so that the next plan's can take its place.
+
+        A visit afterwards (an interrupted replan) fetches on demand.
+        """
+        self._closed = True
+        self.distrust()
         self._copy.synchronize()
+        self._after = [()] * self._count
 
 
 def _overlapping(plan: Plan, weights: Sequence[Weight]) -> Mapping[int, tuple[int, ...]]:

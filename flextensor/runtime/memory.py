@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from flextensor.planner.plan import Plan, align
 from flextensor.runtime.device import Device, Event, Stream
@@ -72,10 +73,10 @@ class DeviceWeights:
         arena = 0 if self._arena is None else self._arena.numel()
         return arena + sum(align(t.numel()) for t in self._resident.values())
 
-    def addresses(self) -> set[int]:
-        """Where the allocations begin that weights lie in."""
+    def spans(self) -> list[tuple[int, int]]:
+        """The addresses (from, to) of the allocations that weights lie in."""
         taken = [*self._resident.values(), *([] if self._arena is None else [self._arena])]
-        return {tensor.untyped_storage().data_ptr() for tensor in taken}
+        return [(tensor.data_ptr(), tensor.data_ptr() + tensor.numel()) for tensor in taken]
 
     def slot(self, offset: int, nbytes: int) -> torch.Tensor:
         """``nbytes`` of the arena at ``offset``."""
@@ -116,9 +117,16 @@ class DeviceWeights:
         for index, data in self._resident.items():
             if index not in self._filled:
                 self.table.bind(index, data)
-        for index, offset in plan.offsets.items():
-            self.table.bind(index, self.slot(offset, self.table.weights[index].nbytes))
+        for index in plan.offsets:
+            self._bind_slot(index, plan.offsets[index])
         self._streamed = dict(plan.offsets)
+
+    def _bind_slot(self, index: int, offset: int) -> None:
+        """Point a weight at its slot, through a storage of its own that keeps the arena alive: two weights in one storage
+        would look to a compiler like views of each other."""
+        slot = self.slot(offset, self.table.weights[index].nbytes)
+        with torch.inference_mode(False):
+            self.table.bind(index, from_dlpack(to_dlpack(slot)))
 
     def _fill(self, indexes: Sequence[int]) -> int:
         """Copy resident weights in from the host, and make later compute wait for it."""
@@ -138,7 +146,7 @@ class DeviceWeights:
             if index in self._resident:
                 self.table.bind(index, self._resident[index])
             else:
-                self.table.bind(index, self.slot(self._streamed[index], self.table.weights[index].nbytes))
+                self._bind_slot(index, self._streamed[index])
         self._fill([index for index in indexes if index in self._resident])
 
     def clear(self) -> None:

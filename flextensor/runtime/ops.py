@@ -1,8 +1,13 @@
 """The two torch.library ops that mark a unit's boundaries inside a traced graph.
 
-Both declare the unit's weights as mutated, so that no compiler moves a read of a weight out from between them (not
-even work that needs no activation: a dequantisation, a cast). The unit travels as a 0-dim CPU tensor, not as an int or
-a string, so that N identical units share one graph.
+[Note: what the ops mutate] ``pre_compute`` declares the unit's weights as mutated: no compiler may read a weight before
+it, not even for work that needs no activation (a dequantisation, a cast). ``post_compute`` declares the unit's outputs
+as mutated: whatever goes into them has been computed, and every weight read, before it. (Were the weights mutated by
+both, Inductor would find a second version of each, clone the weights, and leave reads behind the end.) The unit
+travels as a 0-dim CPU tensor, not as an int or a string, so that N identical units share one graph.
+
+A backend that does not undo functionalisation hands ``pre_compute`` copies of the weights, made too early. The boundary
+is given the tensors that arrive and refuses those.
 
 Eager calls and units that are compiled on their own never go through here: their boundaries lie outside the graph.
 """
@@ -22,8 +27,8 @@ NAMESPACE = "flextensor"
 class Boundary(Protocol):
     """Who is told of a unit's boundaries."""
 
-    def enter_traced(self) -> None:
-        """The unit's weights are needed."""
+    def enter_traced(self, weights: list[torch.Tensor]) -> None:
+        """The unit's weights are needed; ``weights`` are the tensors that the graph will read."""
 
     def exit_traced(self) -> None:
         """They are not any more."""
@@ -81,20 +86,20 @@ def _define_ops() -> None:
     if _library is not None:
         return
     library = torch.library.Library(NAMESPACE, "DEF")
-    for name, run in (("pre_compute", _pre_compute), ("post_compute", _post_compute)):
-        library.define(f"{name}(Tensor(a!)[] weights, Tensor unit) -> ()")
+    for name, mutated, run in (("pre_compute", "weights", _pre_compute), ("post_compute", "outputs", _post_compute)):
+        library.define(f"{name}(Tensor(a!)[] {mutated}, Tensor unit) -> ()")
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _fake, lib=library)
     _library = library
 
 
 def _pre_compute(weights: list[torch.Tensor], unit: torch.Tensor) -> None:
-    _boundaries[int(unit)].enter_traced()
+    _boundaries[int(unit)].enter_traced(weights)
 
 
-def _post_compute(weights: list[torch.Tensor], unit: torch.Tensor) -> None:
+def _post_compute(outputs: list[torch.Tensor], unit: torch.Tensor) -> None:
     _boundaries[int(unit)].exit_traced()
 
 
-def _fake(weights: list[torch.Tensor], unit: torch.Tensor) -> None:
+def _fake(mutated: list[torch.Tensor], unit: torch.Tensor) -> None:
     return None

@@ -1,0 +1,234 @@
+"""An exception, a Ctrl-C or an out-of-memory at any point, in any phase: the next call is right, nothing is leaked."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flextensor as ft
+from tests.engine.conftest import MakePair
+from tests.engine.harness import Pair, noise
+from tests.engine.models import Block
+
+PHASES = {"discovery": 0, "profiling": 1, "inference": 4}
+
+
+class Failing(nn.Module):
+    """Blocks, one of which raises what it is told, before or after it has used its weights."""
+
+    def __init__(self, count: int = 8, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FailingBlock(width) for _ in range(count))
+        self.catch = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            try:
+                x = layer(x)
+            except BaseException:
+                if not self.catch:
+                    raise
+                x = x * 2
+        return x
+
+
+class FailingBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.block = Block(width, 65)
+        self.early: BaseException | None = None
+        self.late: BaseException | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.early is not None:
+            raise self.early
+        x = self.block(x)
+        if self.late is not None:
+            raise self.late
+        return x
+
+
+def fail(one: Pair, unit: int, error: BaseException | None, *, late: bool = False) -> None:
+    """From now on that unit raises, in both models."""
+    for model in (one.model, one.reference):
+        block = model.layers[unit]  # type: ignore[index]
+        block.early, block.late = (None, error) if late else (error, None)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), torch.OutOfMemoryError("y")], ids=type)
+@pytest.mark.parametrize("phase", PHASES)
+def test_raised_in_unit_five(pair: MakePair, phase: str, error: BaseException, late: bool) -> None:
+    one = pair(Failing(), noise(2, 32))
+    one.run(PHASES[phase])
+    assert one.manager.phase == phase
+    fail(one, 5, error, late=late)
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            one.model(*one.arguments())
+    fail(one, 5, None)
+    one.run(6)
+    assert one.manager.phase == "inference"
+    assert_nothing_is_open(one)
+    before = one.manager.live().unforeseen_visits
+    one.streams(5)
+    assert one.manager.live().unforeseen_visits == before, "not regular again"
+    one.replan(one.least())
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_raised_in_a_unit_and_caught_by_the_model(pair: MakePair, phase: str) -> None:
+    one = pair(Failing(), noise(2, 32))
+    one.run(PHASES[phase])
+    for model in (one.model, one.reference):
+        model.catch = True
+    for unit in (5, 0, 7, 3):
+        fail(one, unit, ValueError("caught"), late=unit == 0)
+        one.run(2)
+    for unit in (5, 0, 7, 3):
+        fail(one, unit, None)
+    one.run(6)
+    assert one.manager.phase == "inference"
+    one.streams(3)
+
+
+def test_raised_in_the_root_outside_every_unit(pair: MakePair) -> None:
+    one = pair(Failing(), noise(2, 32))
+    for call in range(9):
+        if call % 3 == 2:
+            with pytest.raises(TypeError):
+                one.model(None)
+        else:
+            one.run(1)
+    one.run(3)
+    one.streams(3)
+
+
+def test_a_thousand_exceptions_leave_no_events_and_no_memory(pair: MakePair) -> None:
+    one = pair(Failing(count=4), noise(1, 32), budget=0.7, offload_timing="eager")
+    one.to_inference()
+    one.run(5)
+    allocated, threads = one.manager.device.allocated_bytes(), threading.active_count()
+    fail(one, 2, ValueError("again"))
+    for _ in range(300):
+        with pytest.raises(ValueError):
+            one.model(*one.arguments())
+    fail(one, 2, None)
+    one.run(3)
+    recorder = one.manager._recorder
+    assert len(recorder._pending) + len(recorder._boundaries) < 50 and len(recorder._free) < 500
+    assert one.manager.device.allocated_bytes() == allocated and threading.active_count() == threads
+    assert_nothing_is_open(one)
+
+
+def test_out_of_memory_in_a_replan_keeps_the_plan_before(pair: MakePair, device: str) -> None:
+    if device != "host":
+        pytest.skip("the host device's memory can be filled exactly")
+    one = pair(Failing(), noise(2, 32), host_memory_bytes=1 << 20)
+    one.to_inference()
+    manager = one.manager
+    plan, epoch = manager.plan, manager.epoch
+    everything = manager.solve(1.0)
+    taken = manager.device.allocate(manager.device.free_bytes() - 4096)
+    one.taken = taken.numel()
+    with pytest.raises(ft.BudgetError, match="available"):
+        manager.replan(1.0)
+    manager.stage(everything)
+    one.run(3)
+    assert "out of memory" in manager.refusal and manager.plan is plan and manager.epoch == epoch
+    one.streams(3)
+    del taken
+    one.taken = 0
+    manager.stage(everything)
+    one.run(3)
+    assert manager.plan is everything and not manager.refusal
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line that runs in files of the engine, as a Ctrl-C may."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+        self.where = ""
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        return self._line if "/flextensor/" in frame.f_code.co_filename else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self._line
+
+
+def interrupted_calls(one: Pair, before: Callable[[], object], *, lines: range) -> int:
+    """Call with a Ctrl-C at each of these lines; the next calls are right. How many calls were interrupted."""
+    count = 0
+    for line in lines:
+        before()
+        given = one.arguments()
+        interrupt = Interrupt(line)
+        try:
+            with interrupt:
+                one.model(*given)
+        except KeyboardInterrupt:
+            count += 1
+        try:
+            one.run(2)
+        except BaseException as error:
+            raise AssertionError(f"after a Ctrl-C at {interrupt.where} (line {line})") from error
+        assert_nothing_is_open(one)
+    return count
+
+
+def test_ctrl_c_at_any_line_of_the_engine_in_a_step(pair: MakePair) -> None:
+    one = pair(Failing(count=4), noise(1, 32), budget=0.6, link=1e9)
+    one.to_inference()
+    one.run(12)
+    assert interrupted_calls(one, lambda: None, lines=range(1, 400, 3)) > 50
+    one.streams(20)
+    before = one.manager.live().unforeseen_visits
+    one.streams(3)
+    assert one.manager.live().unforeseen_visits == before
+
+
+def test_ctrl_c_at_any_line_of_the_engine_in_a_replan(pair: MakePair) -> None:
+    one = pair(Failing(count=4), noise(1, 32), budget=0.6, link=4e9)
+    one.to_inference()
+    plans = [one.manager.solve(budget) for budget in (one.least(), one.budget)]
+    turn = iter(range(10**6))
+    assert interrupted_calls(one, lambda: one.manager.stage(plans[next(turn) % 2]), lines=range(1, 1800, 19)) > 60
+    one.run(2)
+    one.streams(3)
+
+
+def test_ctrl_c_at_any_line_of_the_engine_before_inference(pair: MakePair) -> None:
+    for line in range(5, 900, 60):
+        one = pair(Failing(count=3), noise(1, 32), budget=0.8, link=4e9)
+        assert interrupted_calls(one, lambda: None, lines=range(line, line + 180, 47))
+        one.run(3)
+        assert one.manager.phase == "inference"
+        one.streams(2)
+        one.release()
+
+
+def assert_nothing_is_open(one: Pair) -> None:
+    """No visit is under way, in the manager or in the loader."""
+    manager = one.manager
+    assert not manager._open_units and not manager._in_root and not manager._loader._open
