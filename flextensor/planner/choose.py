@@ -9,6 +9,7 @@ beside them, as near as whole tensors allow.
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,10 @@ class Menus:
         self.weights = layout.weights
         self.seconds = [menu.seconds for menu in self.menus]
         self.limits = [seconds[-1] for seconds in self.seconds]
+        self._known_steps: dict[tuple[tuple[float, ...], int], tuple[float, int]] = {}
+        self.counts = [0] * len(self.menus)
+        for unit in layout.profile.visits:
+            self.counts[unit] += 1
         self._known_tops: dict[int, list[int]] = {}
 
     def _menu(self, row: Sequence[int]) -> Menu:
@@ -138,6 +143,44 @@ class Menus:
             if high - low < 1e-4 * high or high - low < 1e-9 * max_rate:
                 break
         return self.fill(picked, room - self.resident_bytes(picked))
+
+    def fit_cheapest(self, room: int, cap: int) -> list[int] | None:
+        """Resident what saves the most seconds on the link a byte, in ``room`` bytes; None if nothing fits.
+
+        Where copies are the bottleneck anyway, their sum counts and not where they stand.
+        """
+        picked = list(self._tops(cap))
+        room -= self.resident_bytes(picked)
+        if room < 0:
+            return None
+        heap = [step for unit in range(len(picked)) if (step := self._step_down(unit, picked[unit]))]
+        heapq.heapify(heap)
+        while heap:
+            _, _, unit, at = heapq.heappop(heap)
+            nbytes = self.menus[unit].nbytes
+            freed = nbytes[picked[unit]] - nbytes[at]
+            if freed > room:
+                continue
+            room -= freed
+            picked[unit] = at
+            if step := self._step_down(unit, at):
+                heapq.heappush(heap, step)
+        return picked
+
+    def _step_down(self, unit: int, now: int) -> tuple[float, float, int, int] | None:
+        """The entry below ``now`` that saves the most a byte: (- saving, spread over units, unit, entry)."""
+        menu = self.menus[unit]
+        if (menu.seconds, now) not in self._known_steps:
+            best = (0.0, -1)
+            for at in range(now):
+                saving = (menu.seconds[now] - menu.seconds[at]) / (menu.nbytes[now] - menu.nbytes[at])
+                if saving > best[0] * (1 + 1e-9):
+                    best = (saving, at)
+            self._known_steps[menu.seconds, now] = best
+        saving, at = self._known_steps[menu.seconds, now]
+        # Equal units take turns far from each other: multiples of the golden ratio fill a step evenly.
+        turn = (unit * 0.6180339887498949) % 1.0
+        return None if at < 0 else (-round(saving * self.counts[unit], 18), turn, unit, at)
 
     def _top_rate(self) -> float:
         """A rate at which every unit streams all it may."""

@@ -8,6 +8,8 @@ arena could hold between are looked at: beyond that, farther is no better.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flextensor.planner.layout import Layout, NoRoom, Offsets
 
 ROUNDS = 2
@@ -16,8 +18,14 @@ MOST_NEIGHBOURS = 24
 
 
 def place_apart(layout: Layout, streamed: list[list[int]], arena: int) -> Offsets:
-    """Each tensor at its own best place, the largest of a unit first. Raises NoRoom when they do not fit."""
-    return _Apart(layout, streamed, arena).places()
+    """Each tensor at its own best place, in the order of visits. Raises NoRoom when they do not fit."""
+    return _Apart(layout, streamed, arena).places(layout.order)
+
+
+def place_largest_first(layout: Layout, streamed: list[list[int]], arena: int) -> Offsets:
+    """The same, large units before small ones, which then fit between them. Raises NoRoom."""
+    sizes = layout.unit_bytes(streamed)
+    return _Apart(layout, streamed, arena).places(sorted(layout.order, key=lambda unit: -sizes[unit]))
 
 
 class _Apart:
@@ -39,8 +47,8 @@ class _Apart:
         for i, unit in enumerate(self.busy):
             self.at.setdefault(unit, []).append(i)
 
-    def places(self) -> Offsets:
-        order = [unit for unit in self.layout.order if self.streamed[unit]]
+    def places(self, units: Sequence[int]) -> Offsets:
+        order = [unit for unit in units if self.streamed[unit]]
         for _ in range(ROUNDS):
             for unit in order:
                 self._place_unit(unit)

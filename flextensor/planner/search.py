@@ -8,6 +8,7 @@ effort is counted in tensors placed, never in seconds.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +28,14 @@ SAME_TIME = 2e-4
 """Steps whose times differ by less than this share count as equally fast; then fewer bytes win."""
 
 EFFORT = 100_000
-"""Tensors placed by the small moves; small models have more moves than this pays for, large ones get a few."""
+"""Tensors placed by each closer look; a third of it for models of many tensors, where a trial wins less."""
+
+MANY_TENSORS = 400
+
+FEW = 40
+"""Models of so few tensors have time for more arenas a choice, and of SO_FEW_THAT_ALL for every choice."""
+
+SO_FEW_THAT_ALL = 7
 
 
 def search(
@@ -96,8 +104,11 @@ class _Search:
         if self.judge.everything and (budget is None or budget < total):
             for setting in self._grid():
                 self._look(setting)
-            for setting in self._closer():
-                self._look(setting)
+            for factors in ((1.25, 1.1, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5), (1.06, 1.03, 0.98, 0.96, 0.93)):
+                end = self.judge.spent + self._effort()
+                for setting in self._closer(factors):
+                    if self.judge.spent < end:
+                        self._look(setting)
             if self.best is None:
                 smallest = self.judge.smallest()
                 self.offer(self.judge.evaluate(smallest.streamed, smallest.arena, smallest.placement))
@@ -134,12 +145,15 @@ class _Search:
             arenas.update(align(int(low * (most / low) ** (i / 8))) for i in range(8))
         yield from self._settings((a for a in sorted(arenas, reverse=True) if a <= most), (1.0, 0.67, 0.5, 0.34))
 
-    def _closer(self) -> Iterator[_Setting]:
+    def _effort(self) -> int:
+        return EFFORT // (1 if len(self.judge.everything) < MANY_TENSORS else 3)
+
+    def _closer(self, factors: tuple[float, ...]) -> Iterator[_Setting]:
         """Around the best of the grid."""
         if self.best is None or self.best_setting is None:
             return
         most, arena = self._most(), self.best.arena
-        arenas = (align(int(arena * f)) for f in (1.25, 1.1, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5))
+        arenas = (align(int(arena * f)) for f in factors)
         yield from self._settings((a for a in arenas if a <= most), (1.0, 0.8, 0.6, 0.45, 0.3))
 
     def _settings(self, arenas: Iterator[int], shares: tuple[float, ...]) -> Iterator[_Setting]:
@@ -166,14 +180,17 @@ class _Search:
         return self.layout.forced_bytes + kept + setting.arena
 
     def _least_time(self, setting: _Setting, budget: int) -> None:
-        picked = self.menus.fit(budget - self._held(setting), setting.cap)
-        if picked is None:
-            return
-        if self.best is not None and self.menus.transfer(picked) > (1 + SAME_TIME) * self.best.seconds:
-            return
-        streamed = self.menus.streamed(picked, setting.shared)
-        for placement in self.judge.placements(streamed, setting.arena):
-            self.offer(self.judge.evaluate(streamed, setting.arena, placement), setting)
+        room = budget - self._held(setting)
+        bound_by_link = self.best is not None and self.best.transfer > 0.97 * self.best.seconds
+        for fit in (self.menus.fit, self.menus.fit_cheapest) if bound_by_link else (self.menus.fit,):
+            picked = fit(room, setting.cap)
+            if picked is None:
+                return
+            if self.best is not None and self.menus.transfer(picked) > (1 + SAME_TIME) * self.best.seconds:
+                continue
+            streamed = self.menus.streamed(picked, setting.shared)
+            for placement in self.judge.placements(streamed, setting.arena):
+                self.offer(self.judge.evaluate(streamed, setting.arena, placement), setting)
 
     def _least_memory(self, setting: _Setting) -> None:
         """The highest rate of copies at which the step is still as fast as the resident model."""
@@ -206,35 +223,64 @@ class _Search:
     def _improve(self) -> None:
         """From the best point, until no move helps or the effort is spent."""
         assert self.best is not None
-        end = self.judge.spent + EFFORT
-        while self.judge.spent < end:
-            if not any(self.offer(trial) for trial in self._moves(self.best, end)):
-                break
+        end = self.judge.spent + self._effort()
+        every = len(self.judge.everything) <= SO_FEW_THAT_ALL
+        better = True
+        while better and self.judge.spent < end:
+            offers = (self.offer(trial) for trial in self._moves(self.best, end))
+            # A list and not a generator where all choices are tried anyway: one pass, not one a better point.
+            better = any(list(offers)) if every else any(offers)
 
     def _moves(self, best: Trial, end: int) -> Iterator[Trial | None]:
         rows = [[t for t in row if t in best.streamed] for row in self.layout.reads]
         arenas = [align(int(best.arena * f)) for f in (0.85, 0.93, 0.97, 1.03, 1.1)]
-        for arena in (*arenas, align(default_arena(self.layout, rows))):
-            for placement in self.judge.placements(best.streamed, arena):
+        arenas += [
+            *[sums for sums in self._sums(rows) if sums < best.arena][:12],
+            align(default_arena(self.layout, rows)),
+        ]
+        tries = [(best.streamed, arena) for arena in dict.fromkeys(arenas)]
+        around = ((streamed, arena) for streamed in self._neighbours(best) for arena in self._rooms(best, streamed))
+        for streamed, arena in itertools.chain(tries, around):
+            for placement in self.judge.placements(streamed, arena):
                 if self.judge.spent >= end:
                     return
-                yield self.judge.evaluate(best.streamed, arena, placement)
-        for streamed in self._neighbours(best):
-            for placement in self.judge.placements(streamed, best.arena):
-                if self.judge.spent >= end:
-                    return
-                yield self.judge.evaluate(streamed, best.arena, placement)
+                yield self.judge.evaluate(streamed, arena, placement)
+
+    def _rooms(self, best: Trial, streamed: frozenset[int]) -> Iterator[int]:
+        """Arenas for a changed choice: all that is left, and what it is now."""
+        budget = best.weight_bytes - ALIGNMENT if self.limits.budget_bytes is None else self.limits.budget_bytes
+        held = sum([self.layout.size[t] for t in streamed])
+        room = (budget - self.layout.total_bytes + held) // ALIGNMENT * ALIGNMENT
+        if room >= ALIGNMENT or held == 0:
+            most = min(room, held)
+            arenas = [most, min(most, best.arena)]
+            if len(self.judge.everything) <= FEW:
+                rows = [[t for t in row if t in streamed] for row in self.layout.reads]
+                # What is not used of an arena is given back, so a larger one may fit too.
+                arenas += [min(held, most + most // 4), *[sums for sums in self._sums(rows) if sums < most][:10]]
+            yield from dict.fromkeys(arenas)
+
+    def _sums(self, rows: list[list[int]]) -> list[int]:
+        """Bytes of two to four streamed units, pairs first, larger ones first: arenas without a remainder."""
+        sizes = sorted({nbytes for nbytes in self.layout.unit_bytes(rows) if nbytes}, reverse=True)[:6]
+        found: dict[int, None] = {}
+        for n in (2, 3, 4):
+            some = {sum(c) for c in itertools.combinations_with_replacement(sizes, n)}
+            found.update(dict.fromkeys(sorted(some, reverse=True)))
+        return list(found)
 
     def _neighbours(self, best: Trial) -> Iterator[frozenset[int]]:
-        """One tensor more or less streamed, or two changed for each other."""
-        size, budget = self.layout.size, self.limits.budget_bytes
-        room = None if budget is None else budget - best.weight_bytes
+        """One tensor more or less streamed, two changed for each other, then any two."""
+        size = self.layout.size
         inside = sorted(best.streamed, key=lambda t: (-size[t], t))
         outside = sorted(self.judge.everything - best.streamed, key=lambda t: (-size[t], t))
-        if room is not None:
-            yield from (best.streamed - {t} for t in inside if size[t] <= room)
+        if len(self.judge.everything) <= SO_FEW_THAT_ALL:
+            for count in range(len(self.judge.everything) + 1):
+                yield from map(frozenset, itertools.combinations(sorted(self.judge.everything), count))
+            return
+        yield from (best.streamed - {t} for t in inside)
         yield from (best.streamed | {t} for t in outside)
         for a in inside:
-            for b in outside:
-                if room is None or size[a] - size[b] <= room:
-                    yield best.streamed - {a} | {b}
+            yield from (best.streamed - {a} | {b} for b in outside)
+        yield from (best.streamed - set(pair) for pair in itertools.combinations(inside, 2))
+        yield from (best.streamed | set(pair) for pair in itertools.combinations(outside, 2))

@@ -7,7 +7,7 @@ from functools import cache
 
 from flextensor.planner.build import assemble
 from flextensor.planner.copies import runs_of
-from flextensor.planner.gaps import place_apart
+from flextensor.planner.gaps import place_apart, place_largest_first
 from flextensor.planner.layout import Layout, NoRoom, Placement, place_ring
 from flextensor.planner.mix import kind_weights, kinds_of, resident_seconds
 from flextensor.planner.plan import Plan
@@ -74,7 +74,7 @@ class Judge:
             return (place_ring,)
         mean = sum([self.layout.size[t] for t in streamed]) / len(streamed)
         few = arena < FEW_TENSORS * mean and self.spent < APART_EFFORT
-        return (place_ring, place_apart) if few else (place_ring,)
+        return (place_ring, place_apart, place_largest_first) if few else (place_ring,)
 
     def evaluate(self, streamed: frozenset[int], arena: int, placement: Placement = place_ring) -> Trial | None:
         """Simulate one choice; None when it does not fit the arena or the budget."""
@@ -87,7 +87,9 @@ class Judge:
         arena = max(min(arena, held), min(limits.min_blocks * largest, held))
         if largest > arena:
             return None
-        self.spent += len(layout.profile.visits) + len(streamed) * (1 if placement is place_ring else 12)
+        self.spent += len(layout.profile.visits) + len(streamed) * (
+            1 if placement is place_ring else 2 + min(10, len(streamed) // 4)
+        )
         try:
             offsets = placement(layout, rows, arena)
         except NoRoom:

@@ -1,9 +1,10 @@
 """A checksum as fast as memory, so that every byte can be checked while it is hot and again at any time.
 
-The bytes are read as little-endian 64-bit words x[0], x[1], ... (the last one padded with zeros). The checksum is
-the pair (sum of x[i], sum of (2i+1)*x[i]), both modulo 2^64. The factors are odd, hence invertible: a change of any
-one word is always found. It guards against accidents, not against an adversary; identity is a cryptographic hash
-(see ``sources``).
+The bytes are read as little-endian 64-bit words in rows of 2048 (the last row padded with zeros), x[i][j]. The checksum
+is three sums modulo 2^64: of all words, of (2j+1)*x[i][j], and of (2i+1)*x[i][j]. The factors are odd, hence
+invertible: a change of any one word changes all three. Only sums over columns and rows are multiplied, so it costs two
+additions a word. It guards against accidents, not against an adversary; identity is a cryptographic hash (see
+``sources``).
 """
 
 from __future__ import annotations
@@ -14,49 +15,53 @@ import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
-_ROW = 32768
-"""Words a row: with its factors it stays in a core's second-level cache."""
+_WIDTH = 2048
+ROW_BYTES = 8 * _WIDTH
+"""What is summed apart and added together must begin at a multiple of this."""
 
-_FACTORS = np.arange(1, 2 * _ROW + 1, 2, dtype=np.uint64)
+_ODD = np.arange(1, 2 * _WIDTH + 1, 2, dtype=np.uint64)
 
 
 @dataclass(frozen=True)
 class Checksum:
-    """Both sums of a stretch of words, counted from the stretch's own start."""
+    """The three sums of a stretch of bytes, rows counted from its own start."""
 
     plain: int = 0
-    weighted: int = 0
+    columns: int = 0
+    rows: int = 0
 
-    def at(self, word: int) -> Checksum:
-        """The same stretch when it begins ``word`` words into something larger."""
-        return Checksum(self.plain, (self.weighted + 2 * word * self.plain) & _MASK)
+    def at(self, start: int) -> Checksum:
+        """The same stretch when it begins ``start`` bytes (whole rows) into something larger."""
+        if start % ROW_BYTES:
+            raise ValueError(f"a stretch cannot begin at byte {start}, which is no multiple of {ROW_BYTES}")
+        return Checksum(self.plain, self.columns, (self.rows + 2 * (start // ROW_BYTES) * self.plain) & _MASK)
 
     def __add__(self, other: Checksum) -> Checksum:
-        return Checksum((self.plain + other.plain) & _MASK, (self.weighted + other.weighted) & _MASK)
+        return Checksum(
+            (self.plain + other.plain) & _MASK,
+            (self.columns + other.columns) & _MASK,
+            (self.rows + other.rows) & _MASK,
+        )
 
     def hex(self) -> str:
-        """32 hexadecimal digits."""
-        return f"{self.plain:016x}{self.weighted:016x}"
+        """48 hexadecimal digits."""
+        return f"{self.plain:016x}{self.columns:016x}{self.rows:016x}"
 
 
 def checksum(raw: torch.Tensor) -> Checksum:
     """The checksum of a uint8 host tensor. Releases the interpreter lock for the most part."""
     data = raw.numpy()
-    words = data[: len(data) // 8 * 8].view(np.uint64)
-    total = Checksum()
-    rows = len(words) // _ROW
-    if rows:
-        block = words[: rows * _ROW].reshape(rows, _ROW)
-        plain = block.sum(axis=1)
-        weighted = block @ _FACTORS
-        for row in range(rows):
-            total += Checksum(int(plain[row]), int(weighted[row])).at(row * _ROW)
-    rest = words[rows * _ROW :]
-    if len(rest):
-        weighted_rest = int(np.dot(rest, _FACTORS[: len(rest)]))
-        total += Checksum(int(rest.sum()), weighted_rest).at(rows * _ROW)
-    tail = data[len(words) * 8 :]
-    if len(tail):
-        last = int.from_bytes(tail.tobytes(), "little")
-        total += Checksum(last, last).at(len(words))
+    whole = len(data) // ROW_BYTES * ROW_BYTES
+    total = _of_rows(data[:whole].view(np.uint64).reshape(-1, _WIDTH)) if whole else Checksum()
+    if whole < len(data):
+        last = np.zeros(ROW_BYTES, dtype=np.uint8)
+        last[: len(data) - whole] = data[whole:]
+        total += _of_rows(last.view(np.uint64).reshape(1, _WIDTH)).at(whole)
     return total
+
+
+def _of_rows(block: np.ndarray) -> Checksum:
+    columns = block.sum(axis=0)
+    rows = block.sum(axis=1)
+    factors = np.arange(1, 2 * len(rows) + 1, 2, dtype=np.uint64)
+    return Checksum(int(rows.sum()), int((columns * _ODD).sum()), int((rows * factors).sum()))

@@ -73,7 +73,7 @@ def fill(
 def _finish(tensor: StoredTensor, pieces: list[tuple[int, Future[Checksum]]]) -> tuple[StoredTensor, Checksum]:
     total = Checksum()
     for start, future in pieces:
-        total += future.result().at(start // 8)
+        total += future.result().at(start)
     pieces.clear()
     return tensor, total
 
@@ -85,7 +85,7 @@ def _fill_piece(reader: Reader, target: torch.Tensor, start: int, stride: int, c
             part = target[at : at + stride]
             reader(part, start + at)
             if checksums:
-                total += checksum(part).at(at // 8)
+                total += checksum(part).at(at)
     return total
 
 
@@ -107,4 +107,4 @@ def checksums_of(raws: Sequence[torch.Tensor], threads: int | None = None) -> li
             [(start, pool.submit(checksum, raw[start : start + PIECE])) for start in range(0, raw.numel(), PIECE)]
             for raw in raws
         ]
-        return [sum((f.result().at(s // 8) for s, f in parts), Checksum()).hex() for parts in pieces]
+        return [sum((f.result().at(s) for s, f in parts), Checksum()).hex() for parts in pieces]

@@ -1,0 +1,188 @@
+"""The Inductor correction. What changes the process is tried in processes of its own."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._inductor import scheduler, tiling_utils
+from torch._inductor.utils import sympy_product
+
+from flextensor.compile import correction
+
+PRELUDE = """
+import logging, sys, torch
+logging.basicConfig(level=logging.WARNING)
+from torch import nn
+import flextensor as ft
+from flextensor.compiled_offload import correction_outcome
+torch.set_grad_enabled(False)
+
+class MyModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def config(**settings):
+    return ft.OffloadConfig(include_patterns=["layers.*"], gpu_device="host", resident_below_bytes=0, **settings)
+
+def run(**settings):
+    model = ft.offload(MyModel(), config(**settings.pop("config", {})), **settings)
+    for _ in range(ft.get_offload_manager().iters_before_inference):
+        model(torch.randn(2, 32))
+    return model
+"""
+
+
+def in_a_new_process(body: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(body)], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_import_and_eager_offload_leave_inductor_alone() -> None:
+    in_a_new_process("""
+        assert correction_outcome() is None
+        assert "torch._inductor.tiling_utils" not in sys.modules
+        run()
+        assert correction_outcome() is None
+        assert "torch._inductor.tiling_utils" not in sys.modules
+    """)
+
+
+@pytest.mark.parametrize("settings", ["compile_fn=lambda m: m", "config={'external_compile': True}"])
+def test_the_first_compiled_offload_forward_applies_it(settings) -> None:
+    in_a_new_process(f"""
+        import inspect
+        import torch._inductor.tiling_utils as tiling
+        before, text = tiling.extract_normalized_read_writes, open(tiling.__file__).read()
+        model = ft.offload(MyModel(), config())
+        ft.release()
+        run({settings})
+        assert correction_outcome() == "applied", correction_outcome()
+        assert tiling.extract_normalized_read_writes is not before
+        assert tiling.extract_normalized_read_writes.__wrapped__ is before
+        assert open(tiling.__file__).read() == text
+    """)
+
+
+def test_cache_keys_carry_the_suffix_and_the_callers_tag_stays() -> None:
+    in_a_new_process("""
+        from torch.compiler import config as compiler_config
+        from torch._inductor import codecache
+        from flextensor.compile.correction import suffix
+        def tag():
+            return codecache.FxGraphHashDetails(None, [], {}, []).cache_key_tag
+        compiler_config.cache_key_tag = "mine"
+        before = tag()
+        assert before == "mine"
+        with compiler_config.patch(cache_key_tag="inner"):
+            run(compile_fn=lambda m: m)
+            assert tag() == "inner" + suffix()
+        assert tag() == "mine" + suffix()
+        assert compiler_config.cache_key_tag == "mine"
+    """)
+
+
+def test_unknown_code_is_left_alone_with_a_warning() -> None:
+    printed = in_a_new_process("""
+        import torch._inductor.tiling_utils as tiling
+        def extract_normalized_read_writes(node):
+            return None
+        tiling.extract_normalized_read_writes = extract_normalized_read_writes
+        run(compile_fn=lambda m: m)
+        assert correction_outcome() == "unknown"
+        assert tiling.extract_normalized_read_writes is extract_normalized_read_writes
+    """)
+    assert "unknown form" in printed
+
+
+def known(inputs, body, n_reads):  # what stands in torch 2.10 to 2.14, in a function that can be looked at
+    for _ in (0,):
+        for inp in inputs:
+            for expr in body.get_all_read_expr(inp):
+                n_reads[expr].add(inp)
+
+
+def fixed(inputs, body, n_reads, scheduler):
+    for inp in inputs:
+        real = scheduler.mutation_real_name.get(inp, inp)
+        for expr in body.get_all_read_expr(real):
+            n_reads[expr].add(inp)
+
+
+def only_a_comment(inputs):
+    # TODO remap with mutation_real_name
+    return inputs
+
+
+def test_the_source_decides() -> None:
+    assert correction.classify(known)[0] == "known"
+    assert correction.classify(fixed)[0] == "fixed"
+    assert correction.classify(only_a_comment)[0] == "unknown"
+    assert correction.classify(len)[0] == "unknown"
+
+
+def test_this_torch_has_the_defect() -> None:
+    function = inspect.unwrap(tiling_utils.extract_normalized_read_writes)
+    assert correction.classify(function)[0] == "known"
+
+
+def reads_seen(*, corrected: bool) -> list[set[str]]:
+    """What the tiling analysis sees of each node's reads in a graph in which an op mutates a weight first."""
+    torch._dynamo.reset()
+    original = inspect.unwrap(tiling_utils.extract_normalized_read_writes)
+    analysis = correction.corrected(original, correction.classify(original)[1]) if corrected else original
+    seen: list[set[str]] = []
+    codegen = scheduler.Scheduler.codegen
+
+    def look_then_generate(self: scheduler.Scheduler) -> None:
+        for node in self.nodes:
+            if isinstance(node, scheduler.SchedulerNode | scheduler.FusedSchedulerNode):
+                # The analysis serves GPU code generation, which groups nodes by products of sizes, not by sizes.
+                device, sizes = group = node.group
+                node.group = (device, tuple(sympy_product(size) for size in sizes))
+                found = analysis(node)
+                node.group = group
+                assert found is not None
+                seen.append({name for names in found.reads.values() for name in names})
+        codegen(self)
+
+    def touched(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        torch.ops.tiling_test.touch([weight])
+        return (weight.t() * 2.0 + x).relu()
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(scheduler.Scheduler, "codegen", look_then_generate)
+        with torch._inductor.config.patch(fx_graph_cache=False):
+            torch.compile(touched, fullgraph=True)(torch.randn(64, 64), torch.randn(64, 64))
+    return seen
+
+
+@pytest.fixture
+def touch() -> Iterator[None]:
+    """An op that says that it mutates what it is given."""
+    library = torch.library.Library("tiling_test", "DEF")
+    library.define("touch(Tensor(a!)[] weights) -> ()")
+    library.impl("touch", lambda weights: None, "CompositeExplicitAutograd")
+    torch.library.register_fake("tiling_test::touch", lambda weights: None, lib=library)
+    yield
+    library._destroy()
+
+
+def test_the_tiling_analysis_loses_a_mutated_weights_read_without_the_correction(touch: None) -> None:
+    without, with_it = reads_seen(corrected=False), reads_seen(corrected=True)
+    assert len(without) == len(with_it) == 1
+    assert len(with_it[0]) == 2, "the weight and the activation"
+    assert len(without[0]) == 1, "the activation alone"
