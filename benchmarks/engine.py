@@ -6,7 +6,7 @@
 
 Each contender runs in a process of its own; in each, blocks of its steps alternate with blocks of an un-offloaded twin,
 because clocks move. ``--rounds`` repeats everything. PUBLIC_FLEXTENSOR names the directory of the public wheel
-(``pip install --target DIR flextensor``), FT_BENCH_COMMIT the commit where there is no ``.git``.
+(``pip install --target DIR flextensor``), FLEXTENSOR_BENCH_COMMIT the commit where there is no ``.git``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-COMMIT_VARIABLE = "FT_BENCH_COMMIT"
+COMMIT_VARIABLE = "FLEXTENSOR_BENCH_COMMIT"
 """Names the commit where the tree that runs has no ``.git``."""
 
 

@@ -23,7 +23,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One tiny run of all contenders that need no GPU."""
     output = tmp_path_factory.mktemp("results")
     patch = pytest.MonkeyPatch()
-    patch.setenv("FT_BENCH_COMMIT", "0123abcd")
+    patch.setenv("FLEXTENSOR_BENCH_COMMIT", "0123abcd")
     try:
         assert engine.main(["--tiny", "--repeats", "1", "--seconds", "0.05", "--output", str(output)]) == 0
     finally:
