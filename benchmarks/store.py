@@ -1,0 +1,318 @@
+"""The host store benchmark: memory of many processes, starts, filling against memcpy, and the link from the store.
+
+    python -m benchmarks.store                     # a 1 GiB model
+    python -m benchmarks.store --size 10.9GiB      # the model of the engine benchmark
+    python -m benchmarks.store --crash-rounds 100  # and so many rounds of random deaths
+
+With a GPU it adds pinning and the link's speed from the store and from torch's own pinned memory. Checkpoint and
+results of hashing lie in a temporary folder; the checkpoint is read from the page cache, where writing it left it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.record import RESULTS, ROOT, environment, write_results
+from benchmarks.store_process import get_store
+from benchmarks.store_table import markdown, picture
+from flextensor.config import parse_bytes
+from flextensor.store.filling import thread_count
+from flextensor.store.limits import memory_limits
+from flextensor.store.mapping import map_anonymous
+
+logger = logging.getLogger(__name__)
+
+UNITS = 24
+PARTS = (0.25, 0.25, 0.25, 0.15, 0.0999, 0.0001)
+"""Shares of a unit's bytes that its tensors have."""
+SAMPLE_SECONDS = 0.02
+PROCESS_SECONDS = 300.0
+
+
+@dataclass
+class Results:
+    """All that was measured; bytes, seconds, copies of the weights. None where it does not apply."""
+
+    weight_bytes: int
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    starts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    memcpy_bytes_per_second: float = 0.0
+    fill_bytes_per_second: float = 0.0
+    link: dict[str, Any] | None = None
+    crashes: dict[str, Any] | None = None
+
+
+def write_checkpoint(directory: Path, nbytes: int) -> int:
+    """A sharded checkpoint of bfloat16 weights of about ``nbytes``, a file a unit; its exact bytes of weights."""
+    bank = torch.randn(32 << 20, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for unit in range(UNITS):
+        tensors = {}
+        for part, share in enumerate(PARTS):
+            rows = max(1, int(nbytes / UNITS * share) // 2 // 1024)
+            start = (unit * len(PARTS) + part) * 9973
+            repeats = -(-(rows * 1024 + start) // bank.numel())
+            tensors[f"layers.{unit}.w{part}"] = (
+                bank.repeat(repeats)[start : start + rows * 1024].view(rows, 1024).clone()
+            )
+        file = f"model-{unit + 1:05}-of-{UNITS:05}.safetensors"
+        save_file(tensors, directory / file)
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+def memcpy_speed() -> float:
+    """Bytes a second that all filling threads together copy from memory to memory, the best of five."""
+    size, piece = 1 << 30, 8 << 20
+    source, target = map_anonymous(size).fill_(1), map_anonymous(size).fill_(2)
+    best = float("inf")
+    with ThreadPoolExecutor(thread_count()) as pool:
+        for _ in range(5):
+            started = time.perf_counter()
+            pieces = range(0, size, piece)
+            list(pool.map(lambda at: ctypes.memmove(target.data_ptr() + at, source.data_ptr() + at, piece), pieces))
+            best = min(best, time.perf_counter() - started)
+    return size / best
+
+
+class Process:
+    """One ``benchmarks.store_process``."""
+
+    def __init__(self, kind: str, checkpoint: Path, directory: str, *, pin: bool = False) -> None:
+        command = [sys.executable, "-m", "benchmarks.store_process", kind, str(checkpoint), directory]
+        self._started = time.perf_counter()
+        self._process = subprocess.Popen(
+            command + (["--pin"] if pin else []),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self._process.pid
+
+    def imported(self) -> float:
+        """Wait for it; seconds from its start."""
+        self._line("imported")
+        return time.perf_counter() - self._started
+
+    def go(self) -> None:
+        """Let it get the weights."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+
+    def ready(self) -> dict[str, Any]:
+        """Wait until it has them; its times."""
+        return self._line("ready")
+
+    def end(self, number: int | None = None) -> None:
+        """Let it close the store, or end it by a signal."""
+        assert self._process.stdin is not None
+        if number is not None:
+            self._process.send_signal(number)
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait(PROCESS_SECONDS)
+
+    def _line(self, event: str) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        text = self._process.stdout.readline()
+        if not text:
+            raise RuntimeError(f"process {self.pid} ended with {self._process.wait()} before it was {event}")
+        values: dict[str, Any] = json.loads(text)
+        assert values["event"] == event, values
+        return values
+
+
+def memory_of(pids: list[int]) -> int:
+    """Anonymous and shared memory of processes, proportionally: what they take together beside page cache."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                    total += int(line.split()[1]) * 1024
+    return total
+
+
+def measure_memory(kind: str, count: int, checkpoint: Path, directory: str, weight_bytes: int) -> dict[str, Any]:
+    """``count`` processes that start at once: copies of the weights in host memory, when all have them and before."""
+    processes = [Process(kind, checkpoint, directory) for _ in range(count)]
+    pids = [process.pid for process in processes]
+    try:
+        for process in processes:
+            process.imported()
+        before = memory_of(pids)
+        most = 0
+        with ThreadPoolExecutor(1) as pool:
+            for process in processes:
+                process.go()
+            ready = pool.submit(lambda: [process.ready() for process in processes])
+            while not ready.done():
+                most = max(most, memory_of(pids))
+                time.sleep(SAMPLE_SECONDS)
+            seconds = [result["seconds"] for result in ready.result()]
+        held = memory_of(pids)
+    finally:
+        for process in processes:
+            process.end()
+    row = {
+        "kind": kind,
+        "processes": count,
+        "copies": (held - before) / weight_bytes,
+        "copies_while_filling": (max(most, held) - before) / weight_bytes,
+        "seconds": max(seconds),
+    }
+    logger.info("%s", row)
+    return row
+
+
+def measure_starts(checkpoint: Path, directory: str, hashes: Path, pin: bool) -> dict[str, dict[str, Any]]:
+    """Seconds to the weights: the first process (nothing known), a second one, one that replaces a killed one, and one
+    that finds a complete store after all were killed."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def start(name: str) -> Process:
+        process = Process("shared", checkpoint, directory, pin=pin)
+        imports = process.imported()
+        process.go()
+        found[name] = {"import_seconds": imports, **process.ready()}
+        logger.info("%s: %s", name, found[name])
+        return process
+
+    shutil.rmtree(hashes, ignore_errors=True)
+    first = start("first process")
+    second = start("second process")
+    first.end(signal.SIGKILL)
+    restarted = start("restarted after SIGKILL")
+    second.end(signal.SIGKILL)
+    restarted.end(signal.SIGKILL)
+    taken_over = start("after SIGKILL of all")
+    taken_over.end()
+    again = start("filled again, hashes known")
+    again.end()
+    return found
+
+
+def measure_link(checkpoint: Path, directory: str) -> dict[str, Any]:
+    """Copies of 256 MiB and of a whole unit to the GPU, from the store and from torch's pinned memory in turn."""
+    with get_store("shared", checkpoint, directory) as store:
+        units = list(store.layout.by_unit.values())
+        runs = [(unit[0].offset, unit[-1].offset + unit[-1].nbytes - unit[0].offset) for unit in units]
+        size = max(nbytes for _, nbytes in runs)
+        target = torch.empty(size, dtype=torch.uint8, device="cuda")
+        pageable = _copy_seconds(store.bytes(*runs[0]), target)
+        report = store.pin(0)
+        if not report.complete:
+            return {"reason": report.reason, "pageable": runs[0][1] / pageable}
+        own = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        ours, theirs = [], []
+        for turn in range(60):
+            offset, nbytes = runs[turn % len(runs)]
+            ours.append(nbytes / _copy_seconds(store.bytes(offset, nbytes), target))
+            theirs.append(nbytes / _copy_seconds(own[:nbytes], target))
+        return {
+            "copy_bytes": size,
+            "store": statistics.median(ours),
+            "torch_pinned": statistics.median(theirs),
+            "ratio": statistics.median(ours) / statistics.median(theirs),
+            "pageable": runs[0][1] / pageable,
+            "pin_seconds": report.seconds,
+            "pin_chunks": report.chunks,
+            "pinned_bytes": report.pinned,
+        }
+
+
+def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    target[: source.numel()].copy_(source, non_blocking=True)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def run(size: int, counts: list[int], crash_rounds: int) -> Results:
+    """Everything, in temporary folders that are removed."""
+    with (
+        tempfile.TemporaryDirectory(prefix="flextensor-benchmark-") as temporary,
+        tempfile.TemporaryDirectory(prefix="flextensor-benchmark-", dir="/dev/shm") as directory,
+    ):
+        os.environ["XDG_CACHE_HOME"] = f"{temporary}/cache"
+        checkpoint = Path(temporary) / "model"
+        checkpoint.mkdir()
+        results = Results(weight_bytes=write_checkpoint(checkpoint, size))
+        logger.info("checkpoint of %d bytes written", results.weight_bytes)
+        gpu = torch.cuda.is_available()
+        results.memcpy_bytes_per_second = memcpy_speed()
+        results.starts = measure_starts(checkpoint, directory, Path(temporary) / "cache", gpu)
+        fills = [start["fill_seconds"] for start in results.starts.values() if start["created"]]
+        results.fill_bytes_per_second = results.weight_bytes / min(fills)
+        for kind in ("shared", "private"):
+            for count in counts:
+                copies = 1 if kind == "shared" else count
+                if copies * results.weight_bytes * 1.1 > memory_limits().available:
+                    results.memory.append({"kind": kind, "processes": count, "copies": None})
+                    continue
+                row = measure_memory(kind, count, checkpoint, directory, results.weight_bytes)
+                results.memory.append(row)
+        if gpu:
+            results.link = measure_link(checkpoint, directory)
+        if crash_rounds:
+            results.crashes = {"rounds": crash_rounds, **_crashes(directory, crash_rounds)}
+        left = os.listdir(directory)
+        if left:
+            raise RuntimeError(f"stores were left behind: {left}")
+    return results
+
+
+def _crashes(directory: str, rounds: int) -> dict[str, Any]:
+    from tests.store.test_crash_matrix import run_rounds
+
+    return {**run_rounds(directory, rounds, seed=0), "wrong": 0, "stuck": 0, "leaked": 0}
+
+
+def main() -> None:
+    """The command line."""
+    options = argparse.ArgumentParser(prog="python -m benchmarks.store", description=__doc__)
+    options.add_argument("--size", type=parse_bytes, default="1GiB", help="of the model's weights")
+    options.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
+    options.add_argument("--crash-rounds", type=int, default=0)
+    options.add_argument("--out", type=Path, default=RESULTS)
+    options.add_argument("--name", help="of the result files; default: store-gpu or store-cpu")
+    given = options.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d %(message)s", stream=sys.stderr)
+    found = environment()
+    results = run(given.size, given.processes, given.crash_rounds)
+    name = given.name or ("store-gpu" if found["gpu"] else "store-cpu")
+    data = {"environment": found, "threads": thread_count(), **asdict(results)}
+    json_path, text_path = write_results(given.out, name, data, markdown(data))
+    picture(data, given.out / f"{name}.png")
+    logger.info("wrote %s, %s and the picture", json_path, text_path)
+
+
+if __name__ == "__main__":
+    main()
