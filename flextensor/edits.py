@@ -19,7 +19,9 @@ REMEDY = "change weights through `with manager.edit_weights(name) as tensors:`"
 
 
 @dataclass
-class _Watched:
+class WatchedWeight:
+    """One place of a weight, and the tensor and version last seen there."""
+
     weight: Weight
     owner: nn.Module
     registry: Mapping[str, torch.Tensor | None]
@@ -32,7 +34,7 @@ class WeightWatch:
     """Knows the tensors of the managed weights and sees at a step's start what the caller did to them."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
-        self._entries: list[_Watched] = []
+        self._entries: list[WatchedWeight] = []
         for weight in weights:
             self._watch(weight)
 
@@ -41,9 +43,10 @@ class WeightWatch:
             registry: Mapping[str, torch.Tensor | None] = (
                 owner._buffers if attribute in owner._buffers else owner._parameters
             )
-            self._entries.append(_Watched(weight, owner, registry, attribute, weight.tensor, weight.tensor._version))
+            version = weight.tensor._version
+            self._entries.append(WatchedWeight(weight, owner, registry, attribute, weight.tensor, version))
 
-    def changed(self) -> list[_Watched]:
+    def changed(self) -> list[WatchedWeight]:
         """Entries whose tensor is another object or was written in place since it was last looked at."""
         return [
             entry
@@ -51,7 +54,7 @@ class WeightWatch:
             if entry.registry.get(entry.attribute) is not entry.tensor or entry.tensor._version != entry.version
         ]
 
-    def replacement(self, entry: _Watched) -> torch.Tensor | None:
+    def replacement(self, entry: WatchedWeight) -> torch.Tensor | None:
         """The tensor that the caller put in the entry's place; None when it was only written in place.
 
         Raises OffloadError when it is of another form.
@@ -75,7 +78,7 @@ class WeightWatch:
             )
         return new
 
-    def adopt(self, entry: _Watched, new: torch.Tensor) -> None:
+    def adopt(self, entry: WatchedWeight, new: torch.Tensor) -> None:
         """Put ``new`` in every place of the weight and watch it from now on."""
         weight = entry.weight
         weight.tensor = new

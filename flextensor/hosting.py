@@ -153,7 +153,8 @@ class Hosting:
     def _fill_state_dict(self, weights: Mapping[str, Weight]) -> Callable[..., None]:
         def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             for attribute, weight in weights.items():
-                if prefix + attribute in state:
+                now = module._buffers.get(attribute, module._parameters.get(attribute))
+                if prefix + attribute in state and now is weight.tensor:  # else it was replaced: by a real tensor
                     state[prefix + attribute] = self.current_value(weight)
 
         return hook

@@ -28,7 +28,7 @@ from flextensor.compile.limits import bump_dynamo_limits_for_compiled_offload
 from flextensor.compile.tail import ReplanTail, StrategyReplanStatus
 from flextensor.config import OffloadConfig
 from flextensor.discovery import WarmupTrap
-from flextensor.edits import REMEDY, WeightWatch
+from flextensor.edits import REMEDY, WatchedWeight, WeightWatch
 from flextensor.hosting import Hosting
 from flextensor.modules import UnitHandle, guard_inside, is_offloaded, offload_module, plain_twin, restore_module
 from flextensor.planner.plan import BudgetError, Plan
@@ -185,6 +185,10 @@ class OffloadManager:
         with self._lock:
             if self.phase == RELEASED:
                 return
+            try:
+                self._take_up_edits()
+            except OffloadError as error:
+                logger.warning("released all the same: %s", error)
             self._quiesce()
             self.phase = RELEASED
             for unit in (*self._pieces, *self.units):
@@ -324,13 +328,24 @@ class OffloadManager:
             )
 
     def _keep_what_forward_changed(self, unit: int) -> None:
-        """A weight that the unit's forward writes to is state: it stays on the device from now on."""
+        """A weight that the unit's forward writes to or replaces is state: it stays on the device from now on."""
         for entry in self._watch.changed():
             weight = entry.weight
-            if entry.registry.get(entry.attribute) is entry.tensor and weight in self._pieces[unit].weights:
-                self.hosting.store.make_private(weight.name).copy_(weight.tensor.detach())
-                weight.resident_reason = weight.resident_reason or CHANGED_BY_FORWARD
-                self._watch.accept(weight)
+            if weight not in self._pieces[unit].weights:
+                continue
+            new = self._watch.replacement(entry)
+            if new is not None:
+                self._adopt(entry, new)
+            self.hosting.store.make_private(weight.name).copy_(weight.tensor.detach())
+            weight.resident_reason = weight.resident_reason or CHANGED_BY_FORWARD
+            self._watch.accept(weight)
+
+    def _adopt(self, entry: WatchedWeight, new: torch.Tensor) -> None:
+        """The weight's tensor object is ``new`` from now on."""
+        index = self._index.pop(id(entry.weight.tensor), None)
+        self._watch.adopt(entry, new)
+        if index is not None:
+            self._index[id(new)] = index
 
     def _finish_warmup_step(self) -> None:
         assert self._warmup is not None
@@ -659,11 +674,10 @@ class OffloadManager:
             weight = entry.weight
             new = self._watch.replacement(entry)
             if new is not None:
+                self._adopt(entry, new)
+                if weight.resident_reason == CHANGED_BY_FORWARD and new.device == self.device.torch_device:
+                    continue
                 self.hosting.store.make_private(weight.name).copy_(new.detach())
-                index = self._index.pop(id(weight.tensor), None)
-                self._watch.adopt(entry, new)
-                if index is not None:
-                    self._index[id(new)] = index
             elif weight.resident_reason == CHANGED_BY_FORWARD or self._was_traced(weight):
                 self._watch.accept(weight)
                 continue
