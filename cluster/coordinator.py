@@ -564,8 +564,8 @@ def _change(before: WorkerState | None, proposal: Proposal) -> WorkerChange:
         before_weight_bytes=before.weight_bytes if before else 0,
         before_streamed_bytes=before.streamed_bytes if before else 0,
         before_step_seconds=proposal.before_step_seconds,
-        weight_bytes=proposal.plan.weight_bytes,
-        resident_bytes=proposal.plan.resident_bytes,
+        weight_bytes=proposal.plan.weight_bytes + proposal.other_bytes,
+        resident_bytes=proposal.plan.resident_bytes + proposal.other_bytes,
         streamed_bytes=proposal.plan.streamed_bytes,
         predicted=proposal.plan.prediction,
     )

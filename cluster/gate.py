@@ -34,7 +34,7 @@ class StepGate:
         self._busy = False
         self._progress_at = time.monotonic()
         self._steps = 0
-        self._parked_seconds = 0.0
+        self._parked_at = 0.0
         self._expired = 0
 
     # the model's thread
@@ -66,7 +66,7 @@ class StepGate:
             self._condition.notify_all()
 
     def _stand(self) -> None:
-        began = time.monotonic()
+        began = self._parked_at = time.monotonic()
         self._parked = True
         self._condition.notify_all()
         while (self._closed_by is not None or self._paused) and not self._stopped:
@@ -78,7 +78,6 @@ class StepGate:
             self._condition.wait(left)
         self._parked = False
         self._progress_at = time.monotonic()
-        self._parked_seconds = self._progress_at - began
 
     # any other thread
 
@@ -147,10 +146,10 @@ class StepGate:
         """Steps begun so far."""
         return self._steps
 
-    @property
     def parked_seconds(self) -> float:
-        """How long the model's thread stood the last time."""
-        return self._parked_seconds
+        """How long the model's thread has been standing (0 when it does not)."""
+        with self._condition:
+            return time.monotonic() - self._parked_at if self._parked else 0.0
 
     def busy_seconds(self) -> float:
         """Seconds since the last sign of progress of a lease (0 when idle or parked)."""

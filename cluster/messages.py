@@ -93,6 +93,7 @@ class WorkerState:
     a step boundary or a finished lease (0 when idle or parked); it grows without bound when the worker hangs.
     refusal: why the last committed plan could not be put in force (the one before is then).
     weight_bytes, resident_bytes: on the device, weights that no plan manages included; so does total_bytes.
+    weights_pss_bytes: this process's part of the node's memory for the host store (sharers divided).
     """
 
     rank: int
@@ -122,6 +123,7 @@ class WorkerState:
     transfer_seconds: float = 0.0
     link_bytes_per_second: float = 0.0
     predicted: Prediction | None = None
+    weights_pss_bytes: int = 0
     host: HostSample | None = None
     gpu: DeviceSample | None = None
 
@@ -167,13 +169,12 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan that a worker has solved and checked for a round. ``before``: the prediction of the plan in force, on
-    the same measurements where they can be compared."""
+    """A plan that a worker has solved and checked for a round. other_bytes: weights on its device that no plan manages.
+    before_step_seconds: what a step took lately."""
 
     rank: int
     plan: Plan
-    total_bytes: int
-    before: Prediction | None
+    other_bytes: int
     before_step_seconds: float
 
 
@@ -296,7 +297,6 @@ class RunStatus:
     workers: tuple[WorkerState, ...]
     job: JobProgress
     epochs: tuple[EpochRecord, ...] = ()
-    weights_pss_bytes: int = 0
     missing: tuple[str, ...] = field(default=())
 
 

@@ -47,6 +47,7 @@ class WorkerPool:
     ) -> None:
         self._make = make
         self._sample = sample
+        self._given_up: list[str] = []
         self.coordinator = coordinator
         self.slots = [Slot(rank, make(rank)) for rank in range(workers)]
         for slot in self.slots:
@@ -91,6 +92,7 @@ class WorkerPool:
             self._give_up(slot, error)
             return None
         slot.phase = "ready"
+        self._warn()
         return state
 
     def lost(self, slot: Slot, error: RayActorError) -> None:
@@ -113,13 +115,21 @@ class WorkerPool:
 
     def _give_up(self, slot: Slot, error: Exception) -> None:
         slot.phase, slot.setup = "given up", None
-        logger.error("worker %d is given up: %s", slot.rank, _first_line(error))
+        self._given_up.append(f"worker {slot.rank} is given up: {_first_line(error)}")
         self.coordinator.dismiss.remote(slot.rank)
         self.coordinator.event.remote("worker_given_up", {"rank": slot.rank, "error": _first_line(error)})
         ray.kill(slot.handle)
         if all(other.phase == "given up" for other in self.slots):
             cause = getattr(error, "cause", None) or error
             raise NoWorkers(f"no worker is left; the last one failed with: {_first_line(error)}", cause)
+        if self.ready:
+            self._warn()
+
+    def _warn(self) -> None:
+        """Who was given up, once it is known that the others go on: where none does, NoWorkers says it."""
+        for message in self._given_up:
+            logger.warning(message)
+        self._given_up.clear()
 
     def close(self, *, timeout: float) -> None:
         """Workers end their leases at the next step boundary and release the model; what does not is killed."""

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import psutil
 
 from cluster.messages import DeviceSample, HostSample
+from flextensor.store import HostStore
+from flextensor.store.memory import weights_pss
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +146,8 @@ class HostTelemetry:
         self._process = psutil.Process()
         self._pss = 0
         self._pss_at = float("-inf")
+        self._weights_pss = 0
+        self._weights_pss_at = float("-inf")
 
     def sample(self) -> HostSample:
         """Memory now."""
@@ -158,6 +162,14 @@ class HostTelemetry:
             available_bytes=int(memory.available),
             total_bytes=int(memory.total),
         )
+
+    def weights_pss(self, store: HostStore) -> int:
+        """This process's part of the node's memory for ``store``; read as seldom as PSS is."""
+        now = time.monotonic()
+        if now - self._weights_pss_at >= PSS_INTERVAL:
+            self._weights_pss = weights_pss([self._process.pid], store)
+            self._weights_pss_at = now
+        return self._weights_pss
 
 
 def process_pss(pid: int) -> int:

@@ -35,6 +35,7 @@ from cluster.task import Task, TaskContext, TaskError, resolve_task
 from cluster.telemetry import DeviceTelemetry, HostTelemetry, cuda_uuid
 from flextensor.planner.plan import Plan
 from flextensor.profile import TransferCurve
+from flextensor.store.memory import weights_pss
 
 logger = logging.getLogger(__name__)
 
@@ -142,10 +143,19 @@ class Worker:
         return self._task.verify(items, results)
 
     def report(self) -> dict[str, Any]:
-        """The task's description and the manager's report, both JSON-able."""
+        """The task's description, the manager's report, and ``weights_pss_bytes``: memory of this node for the weights,
+        over all processes that hold the store. JSON-able."""
         if self._task is None:
             return {}
-        return {"task": self._task.describe(), "engine": self._manager.report()}
+        store = self._manager.hosting.store
+        holders = {os.getpid(), *(store.report().holders or ())}
+        return {
+            "task": self._task.describe(),
+            "engine": self._manager.report(),
+            "node": socket.gethostname(),
+            "store_bytes": store.report().weight_bytes,
+            "weights_pss_bytes": weights_pss(holders, store),
+        }
 
     def close(self) -> None:
         """Release the model and its share of the host store."""
@@ -184,9 +194,9 @@ class Worker:
             "host": self._host.sample(),
             "gpu": self._gpu.sample(),
         }
-        manager = self._manager
-        if manager is not None:
+        if (manager := self._manager) is not None:
             state |= _engine_state(manager)
+            state["weights_pss_bytes"] = self._host.weights_pss(manager.hosting.store)
         return WorkerState(**state)
 
     @control
@@ -218,8 +228,7 @@ class Worker:
         return Proposal(
             rank=self._start.rank,
             plan=plan,
-            total_bytes=manager.profile.total_bytes,
-            before=manager.plan.prediction,
+            other_bytes=manager.profile.other_bytes,
             before_step_seconds=manager.live().step_seconds,
         )
 
@@ -256,8 +265,9 @@ class Worker:
             self._ready().stage(plan, epoch=epoch)
             self._plan, self._budget = plan, budget
             self._prepared = None
+        stood = self._gate.parked_seconds()
         self._gate.open(round_number)
-        return self._gate.parked_seconds
+        return stood
 
     @control
     def abort(self, round_number: int) -> None:

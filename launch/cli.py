@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import sys
 from pathlib import Path
@@ -151,10 +153,25 @@ def resume(address: Address = None, namespace: Namespace = None) -> None:
         run_pause(False, address=address, namespace=namespace, console=_console())
 
 
+_LATER = {"plan": "launch.plan", "trace": "launch.trace"}
+"""Commands whose modules import torch: taken in when they are asked for, or listed."""
+
+
+def _register(arguments: list[str]) -> None:
+    from launch.store import app as store_app
+
+    app.add_typer(store_app, name="store")
+    first = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, module in _LATER.items():
+        if first in (name, None) and importlib.util.find_spec(module) is not None:
+            app.command(name)(getattr(importlib.import_module(module), name))
+
+
 def _console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=120)
 
 
 def main() -> None:
     """The ``flextensor`` command."""
+    _register(sys.argv[1:])
     app()

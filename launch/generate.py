@@ -32,6 +32,9 @@ from cluster.session import (
     start_local,
 )
 from cluster.task import pack_task, resolve_task
+from flextensor.config import OffloadConfig
+from flextensor.store import StoreError
+from flextensor.store.inventory import list_stores, remove_store
 from launch.errors import signals_held, termination_raises
 from launch.items import read_items
 from launch.progress import ProgressView
@@ -68,7 +71,8 @@ def generate(config: RunConfig, *, console: Console) -> RunReport | None:
         if not work.batches:
             console.print(f"nothing left to do; answers: {config.output}", soft_wrap=True)
             return None
-        with termination_raises(), _ray_of(config, device) as (namespace, address):
+        # Twice: Ray installs a handler of its own when it starts.
+        with termination_raises(), _ray_of(config, device) as (namespace, address), termination_raises():
             run = RunFile(
                 namespace=namespace,
                 address=address,
@@ -146,6 +150,15 @@ def _ray_of(config: RunConfig, device: str) -> Iterator[tuple[str, str]]:
     finally:
         with signals_held():
             ray.shutdown()
+            _remove_dead_stores(config.offload_config())
+
+
+def _remove_dead_stores(offload: OffloadConfig) -> None:
+    """A worker that was killed leaves its store to the next start; a run that ends leaves nothing on this machine."""
+    for entry in list_stores(offload.shm_dir):
+        if entry.namespace == offload.shm_namespace and entry.state in ("dead", "filling"):
+            with contextlib.suppress(StoreError):
+                remove_store(entry)
 
 
 def _gpus_here(config: RunConfig, device: str) -> int:

@@ -27,7 +27,10 @@ VERIFY_TIMEOUT = 3600.0
 
 @dataclass(frozen=True)
 class RunReport:
-    """Sizes are bytes, times seconds. ``weights_pss_bytes``: this node's memory for weights, over all processes."""
+    """Sizes are bytes, times seconds.
+
+    weights_bytes: the weights in the host store. weights_pss_bytes: host memory for them, over all processes, by node.
+    """
 
     created: float
     device: str
@@ -38,7 +41,7 @@ class RunReport:
     details: tuple[dict[str, Any], ...]
     epochs: tuple[EpochRecord, ...]
     weights_bytes: int
-    weights_pss_bytes: int
+    weights_pss_bytes: dict[str, int]
     verify: dict[str, Any] | None
 
     def as_json(self) -> dict[str, Any]:
@@ -52,8 +55,9 @@ class RunReport:
 
     @property
     def copies(self) -> float:
-        """Copies of the weights in this node's memory."""
-        return self.weights_pss_bytes / self.weights_bytes if self.weights_bytes else 0.0
+        """Copies of the weights in host memory, of the node with the most."""
+        most = max(self.weights_pss_bytes.values(), default=0)
+        return most / self.weights_bytes if self.weights_bytes else 0.0
 
     def save(self, path: Path) -> None:
         """Write the JSON; whole when it appears under its name."""
@@ -88,10 +92,10 @@ class RunReport:
                 f"{state.stall_share:.0%}",
             )
         console.print(table)
-        if self.weights_pss_bytes:
+        for node, nbytes in self.weights_pss_bytes.items():
             console.print(
-                f"host memory for weights on this node: {words.size(self.weights_pss_bytes)} "
-                f"({self.copies:.2f} copies of {words.size(self.weights_bytes)})"
+                f"host memory for weights on {node}, all processes: {words.size(nbytes)} "
+                f"({nbytes / max(self.weights_bytes, 1):.2f} copies of {words.size(self.weights_bytes)})"
             )
         for epoch in self.epochs:
             console.print(
@@ -127,7 +131,7 @@ def collect_report(
     leases: list[tuple[Lease, LeaseResult]],
 ) -> RunReport:
     """Ask the workers while they still hold their models. ``leases``: finished ones, to verify."""
-    details, states, weights_pss = [], [], 0
+    details, states = [], []
     for slot in pool.ready:
         try:
             detail = ray.get(slot.handle.report.remote(), timeout=WORKER_TIMEOUT)
@@ -139,7 +143,7 @@ def collect_report(
         states.append(state)
     try:
         status: RunStatus = ray.get(pool.coordinator.status.remote(), timeout=WORKER_TIMEOUT)
-        weights_pss, epochs = status.weights_pss_bytes, status.epochs
+        epochs = status.epochs
     except ray.exceptions.RayError as error:
         logger.warning("no epochs in the report: the coordinator does not answer: %s", error)
         epochs = ()
@@ -152,8 +156,8 @@ def collect_report(
         workers=tuple(states),
         details=tuple(details),
         epochs=epochs,
-        weights_bytes=max((state.total_bytes for state in states), default=0),
-        weights_pss_bytes=weights_pss,
+        weights_bytes=max((detail.get("store_bytes", 0) for detail in details), default=0),
+        weights_pss_bytes={detail["node"]: detail["weights_pss_bytes"] for detail in details if "node" in detail},
         verify=_verify(pool, leases) if config.verify else None,
     )
 

@@ -84,11 +84,12 @@ def status_view(status: RunStatus) -> RenderableType:
     for state in status.workers:
         table.add_row(*_row(state))
     job = status.job
+    weights = sum(state.weights_pss_bytes for state in status.workers)
     lines: list[RenderableType] = [
         table,
         Text(
             f"{job.skipped + job.done}/{job.total} items, {job.failed} failed, {job.tokens_per_second:.1f} tokens/s"
-            + (f"; weights in host memory: {words.size(status.weights_pss_bytes)}" if status.weights_pss_bytes else "")
+            + (f"; host memory for weights: {words.size(weights)}" if weights else "")
         ),
     ]
     lines += [Text(missing, style="yellow") for missing in status.missing]

@@ -28,13 +28,16 @@ TINY_BYTES = 6 * (128 * 128 + 128) * 4
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[str]:
-    """Two logical GPUs, and this folder on the workers' path; gives the address."""
+    """Four logical GPUs, and this folder on the workers' path; gives the address."""
+    if ray.is_initialized():  # by the same fixture of another folder
+        yield str(ray.get_runtime_context().gcs_address)
+        return
     here = str(Path(__file__).parent)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, before]))
     sys.path.insert(0, here)
     try:
-        yield start_local(gpus=2, namespace="tests")
+        yield start_local(gpus=4, namespace="tests")
     finally:
         ray.shutdown()
         sys.path.remove(here)

@@ -1,0 +1,145 @@
+"""The main job as people run it: commands in processes of their own, on a Ray that the tests started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.messages import ReplanRequest
+from tests.launch.conftest import Job, end_of, start_command
+
+pytestmark = pytest.mark.ray
+
+SLOW = {"task_options": {"max_new_tokens": 64}, "offload": {"host_link_bytes_per_second": "100MB/s"}}
+"""Some two seconds a batch, so that there is time to do something in the middle."""
+
+
+def wait_for(condition: Callable[[], bool], *, timeout: float = 90) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def lines_in(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def report_of(job: Job) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(job.report.read_text())
+    return report
+
+
+def segments() -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if "launch-tests" in name]
+
+
+def test_two_workers_with_a_replan_in_the_middle_beside_a_second_run(
+    local_ray: str, make_job: Callable[..., Job]
+) -> None:
+    bad = ["{not json", '{"id": "no-prompt"}']
+    replanned = make_job(items=24, lines=bad, verify=24, **SLOW)
+    quiet = make_job(items=24, verify=3, **SLOW)
+    where = ("--address", local_ray, "--namespace")
+    first = replanned.start(*where, "first")
+    second = quiet.start(*where, "second")
+    wait_for(lambda: lines_in(replanned.output) >= 2 + 3)
+    coordinator = ray.get_actor("coordinator", namespace="first")
+    outcome = ray.get(coordinator.replan.remote(ReplanRequest(budget=0.9)), timeout=60)
+    assert outcome.committed, outcome.reason
+    ray.get(coordinator.pause.remote(True), timeout=60)  # the commands below take their time on a busy machine
+    status: dict[str, Any] = {}
+    for command in (["pause"], ["replan", "--budget", "80%"], ["status", "--json"], ["resume"]):
+        code, out, err = end_of(start_command(*command, *where, "first"))
+        assert code == 0, out + err
+        if "--json" in command:
+            status = json.loads(out)
+    for process in (first, second):
+        code, out, err = end_of(process)
+        assert code == 0, out + err
+
+    answers = replanned.answers()
+    assert set(answers) == {*replanned.ids, "line-4", "no-prompt"}
+    assert "line 4: not JSON" in answers["line-4"]["error"] and "line 5" in answers["no-prompt"]["error"]
+    without = quiet.answers()
+    assert {key: answers[key]["tokens"] for key in quiet.ids} == {key: without[key]["tokens"] for key in quiet.ids}
+
+    report = report_of(replanned)
+    assert report["verify"] == {"checked": 24, "identical": 24, "different": []}
+    assert [epoch["epoch"] for epoch in report["epochs"]] == [1, 2, 3]
+    assert status["epoch"] == 3 and status["paused"] and {worker["rank"] for worker in status["workers"]} == {0, 1}
+    for worker, detail in zip(report["workers"], report["details"], strict=True):
+        engine = detail["engine"]
+        assert worker["epoch"] == 3
+        assert 0 < engine["device_weight_bytes"] <= 0.8 * engine["weights_bytes"]
+        assert 0 < worker["streamed_bytes"] < worker["copied_bytes_total"]
+        assert worker["step_seconds"] > 0 and worker["predicted"]["floor_seconds"] > 0
+    # Two runs, four processes: one store, filled by one of them.
+    details = report["details"] + report_of(quiet)["details"]
+    assert len({detail["engine"]["store"]["path"] for detail in details}) == 1
+    assert sum(detail["engine"]["store"]["created_by_us"] for detail in details) <= 1
+    assert 0 < report["weights_copies_in_host_memory"] < 1.1
+    wait_for(lambda: segments() == [], timeout=10)
+
+
+def test_a_killed_job_resumes_with_every_item_once(local_ray: str, make_job: Callable[..., Job]) -> None:
+    job = make_job(items=18, **SLOW)
+    process = job.start("--address", local_ray, "--namespace", "killed")
+    wait_for(lambda: lines_in(job.output) >= 3)
+    process.kill()
+    process.communicate()
+    with open(job.output, "ab") as output:
+        output.write(b'{"id": "item-1", "answer": "torn')
+    kept = job.output.read_bytes().splitlines(keepends=True)[:3]
+    code, out, err = end_of(job.start("--address", local_ray, "--namespace", "resumed"))
+    assert code == 0, out + err
+    assert "are finished" in out
+    assert set(job.answers()) == set(job.ids)
+    assert job.output.read_bytes().splitlines(keepends=True)[:3] == kept
+    code, out, err = end_of(job.start("--address", local_ray, "--namespace", "again"))
+    assert code == 0 and "nothing left to do" in out
+
+
+def test_a_budget_below_the_least_that_works_names_it(local_ray: str, make_job: Callable[..., Job]) -> None:
+    job = make_job(budget=1000)
+    code, out, err = end_of(job.start("--address", local_ray, "--namespace", "poor"))
+    assert code == 2, out + err
+    assert len(err.strip().splitlines()) == 1 and "bytes are needed" in err
+    wait_for(lambda: segments() == [], timeout=10)
+
+
+def test_sigterm_stops_the_workers_and_leaves_whole_lines(local_ray: str, make_job: Callable[..., Job]) -> None:
+    job = make_job(items=60, **SLOW)
+    process = job.start("--address", local_ray, "--namespace", "terminated")
+    wait_for(lambda: lines_in(job.output) >= 3)
+    process.terminate()
+    code, out, err = end_of(process, timeout=40)
+    assert code == 143, out + err
+    assert 3 <= len(job.answers()) < 60
+    assert "Traceback" not in err
+    wait_for(lambda: segments() == [], timeout=10)
+
+
+def test_ctrl_c_with_a_ray_of_its_own(make_job: Callable[..., Job]) -> None:
+    job = make_job(items=60, **SLOW)
+    process = job.start()
+    wait_for(lambda: lines_in(job.output) >= 3)
+    code, out, err = end_of(start_command("status"))
+    assert code == 0, err
+    assert "epoch 1" in out and "host" in out
+    process.send_signal(signal.SIGINT)
+    code, out, err = end_of(process, timeout=40)
+    assert code == 130, out + err
+    assert 3 <= len(job.answers()) < 60
+    assert "Traceback" not in err
+    assert segments() == []
+    code, out, err = end_of(start_command("status"))
+    assert code == 2 and "no run" in err

@@ -1,0 +1,78 @@
+"""What people get wrong: one clear line on stderr, exit code 2, nothing lost, Ray never started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from launch.cli import app
+from tests.launch.conftest import Job
+
+
+def refused(*arguments: str) -> str:
+    """The one line on stderr of a command that must end with code 2."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def test_a_model_directory_that_is_not_there(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    job = make_job(model=tmp_path / "nowhere")
+    assert "nowhere" in refused("generate", "--config", str(job.config))
+    assert not job.output.exists()
+
+
+def test_a_model_directory_without_safetensors(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").touch()
+    job = make_job(model=tmp_path)
+    line = refused("generate", "--config", str(job.config))
+    assert "no safetensors" in line and "pytorch_model.bin" in line
+
+
+def test_an_unknown_key_names_the_nearest(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    assert "did you mean 'batch_size'" in refused("generate", "--config", str(job.config), "--set", "batchsize=3")
+    assert "did you mean 'min_blocks'" in refused(
+        "generate", "--config", str(job.config), "--set", "offload.min_block=3"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_where_there_is_none(make_job: Callable[..., Job]) -> None:
+    assert "no CUDA device" in refused("generate", "--config", str(make_job().config), "--device", "cuda")
+
+
+def test_prompts_that_are_not_there(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    line = refused("generate", "--config", str(make_job().config), "--prompts", str(tmp_path / "none.jsonl"))
+    assert "none.jsonl" in line
+
+
+def test_an_output_that_is_someone_elses(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    job.output.write_text("my notes\n")
+    assert "line 1" in refused("generate", "--config", str(job.config))
+    assert job.output.read_text() == "my notes\n"
+
+
+def test_a_task_that_cannot_be_found(make_job: Callable[..., Job]) -> None:
+    assert "no_such_module" in refused("generate", "--config", str(make_job(task="no_such_module:Task").config))
+
+
+@pytest.mark.parametrize("budget", ["120%", "6 parsecs", "-1"])
+def test_a_budget_that_is_none(make_job: Callable[..., Job], budget: str) -> None:
+    assert budget in refused("generate", "--config", str(make_job().config), f"--budget={budget}")
+    assert "refused" not in refused("replan", f"--budget={budget}")
+
+
+def test_commands_without_a_run_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for command in ("status", "replan", "rollback", "pause", "resume"):
+        assert "no run" in refused(command)
+    assert "0,2" in refused("replan", "--workers", "zero")
