@@ -50,13 +50,15 @@ PROCESS_SECONDS = 300.0
 
 @dataclass
 class Results:
-    """All that was measured; bytes, seconds, copies of the weights. None where it does not apply."""
+    """All that was measured; bytes, seconds, bytes a second, copies of the weights. None where it does not apply."""
 
     weight_bytes: int
     memory: list[dict[str, Any]] = field(default_factory=list)
     starts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    memcpy_bytes_per_second: float = 0.0
-    fill_bytes_per_second: float = 0.0
+    memcpy_one_thread: float = 0.0
+    memcpy_all_threads: float = 0.0
+    fill: float = 0.0
+    fill_after_reserving: float = 0.0
     link: dict[str, Any] | None = None
     crashes: dict[str, Any] | None = None
 
@@ -84,12 +86,12 @@ def write_checkpoint(directory: Path, nbytes: int) -> int:
     return total
 
 
-def memcpy_speed() -> float:
-    """Bytes a second that all filling threads together copy from memory to memory, the best of five."""
+def memcpy_speed(threads: int) -> float:
+    """Bytes a second that so many threads together copy from memory to memory, the best of five."""
     size, piece = 1 << 30, 8 << 20
     source, target = map_anonymous(size).fill_(1), map_anonymous(size).fill_(2)
     best = float("inf")
-    with ThreadPoolExecutor(thread_count()) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         for _ in range(5):
             started = time.perf_counter()
             pieces = range(0, size, piece)
@@ -267,10 +269,13 @@ def run(size: int, counts: list[int], crash_rounds: int) -> Results:
         results = Results(weight_bytes=write_checkpoint(checkpoint, size))
         logger.info("checkpoint of %d bytes written", results.weight_bytes)
         gpu = torch.cuda.is_available()
-        results.memcpy_bytes_per_second = memcpy_speed()
+        results.memcpy_one_thread, results.memcpy_all_threads = memcpy_speed(1), memcpy_speed(thread_count())
         results.starts = measure_starts(checkpoint, directory, Path(temporary) / "cache", gpu)
-        fills = [start["fill_seconds"] for start in results.starts.values() if start["created"]]
-        results.fill_bytes_per_second = results.weight_bytes / min(fills)
+        fills = [start for start in results.starts.values() if start["created"]]
+        results.fill = results.weight_bytes / min(start["fill_seconds"] for start in fills)
+        results.fill_after_reserving = results.weight_bytes / min(
+            start["fill_seconds"] - start["reserve_seconds"] for start in fills
+        )
         for kind in ("shared", "private"):
             for count in counts:
                 copies = 1 if kind == "shared" else count
@@ -310,8 +315,11 @@ def main() -> None:
     name = given.name or ("store-gpu" if found["gpu"] else "store-cpu")
     data = {"environment": found, "threads": thread_count(), **asdict(results)}
     json_path, text_path = write_results(given.out, name, data, markdown(data))
-    picture(data, given.out / f"{name}.png")
-    logger.info("wrote %s, %s and the picture", json_path, text_path)
+    logger.info("wrote %s and %s", json_path, text_path)
+    try:
+        picture(data, given.out / f"{name}.png")
+    except ModuleNotFoundError as error:
+        logger.warning("no picture: %s", error)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ def main() -> None:
         identity_seconds=report.identity_seconds,
         wait_seconds=report.wait_seconds,
         fill_seconds=report.fill_seconds,
+        reserve_seconds=report.reserve_seconds,
     )
     sys.stdin.read()
     store.close()

@@ -33,21 +33,15 @@ def markdown(data: dict[str, Any]) -> str:
         lines.append(f"| {count} | " + " | ".join(cells) + " |")
     lines += ["", "## Starts: seconds from the call to the weights, imports apart", ""]
     lines += [
-        "| start | to the weights | and pinned | hashing | waiting | filling | (imports) |",
-        "|---|---|---|---|---|---|---|",
+        "| start | to the weights | and pinned | hashing | waiting | filling | of it reserving | (imports) |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, start in data["starts"].items():
         pinned = f"{start['seconds_pinned']:.2f}" if start["pin_seconds"] is not None else "no GPU"
-        parts = [f"{start[key]:.2f}" for key in ("identity_seconds", "wait_seconds", "fill_seconds", "import_seconds")]
+        keys = ("identity_seconds", "wait_seconds", "fill_seconds", "reserve_seconds", "import_seconds")
+        parts = [f"{start[key]:.2f}" for key in keys]
         lines.append(f"| {name} | {start['seconds']:.2f} | {pinned} | " + " | ".join(parts) + " |")
-    fill, memcpy = data["fill_bytes_per_second"], data["memcpy_bytes_per_second"]
-    lines += [
-        "",
-        "## Filling",
-        "",
-        f"{fill / 1e9:.1f} GB/s from page cache, reserving and checksums included; memcpy with as many threads "
-        f"{memcpy / 1e9:.1f} GB/s: {fill / memcpy:.0%}.",
-    ]
+    lines += ["", "## Filling from page cache, checksums included", "", *_fill_lines(data)]
     if data["link"]:
         lines += ["", "## Link to the GPU", "", *_link_lines(data["link"])]
     if data["crashes"]:
@@ -60,6 +54,18 @@ def markdown(data: dict[str, Any]) -> str:
             f"{crashes['wrong']} wrong weights, {crashes['stuck']} stuck starts, {crashes['leaked']} leaked stores.",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _fill_lines(data: dict[str, Any]) -> list[str]:
+    one, every = data["memcpy_one_thread"], data["memcpy_all_threads"]
+    rows = [
+        ("memcpy, one thread", one),
+        (f"memcpy, {data['threads']} threads", every),
+        ("filling, getting the pages from the kernel included", data["fill"]),
+        ("filling alone", data["fill_after_reserving"]),
+    ]
+    lines = ["| | GB/s | of one thread's memcpy | of all threads' |", "|---|---|---|---|"]
+    return lines + [f"| {name} | {rate / 1e9:.1f} | {rate / one:.0%} | {rate / every:.0%} |" for name, rate in rows]
 
 
 def _link_lines(link: dict[str, Any]) -> list[str]:

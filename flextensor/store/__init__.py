@@ -22,6 +22,7 @@ from flextensor.store.layout import (
 )
 from flextensor.store.private import adopt_store, private_store
 from flextensor.store.report import PinReport, StoreReport
+from flextensor.store.scrub import Scrubber, ScrubReport
 from flextensor.store.shared import SharedStore, shared_store
 from flextensor.store.sources import TensorSource, WeightSource
 
@@ -31,6 +32,8 @@ __all__ = [
     "MissingWeightError",
     "PinReport",
     "SafetensorsSource",
+    "ScrubReport",
+    "Scrubber",
     "SharedStore",
     "StoreAccessError",
     "StoreClosedError",

@@ -26,6 +26,7 @@ class FillTimes:
     """Seconds that it took to get the weights."""
 
     fill: float = 0.0
+    reserve: float = 0.0
     wait: float = 0.0
     identity: float = 0.0
 
@@ -245,6 +246,7 @@ class HostStore:
             edited=self.edited,
             private_bytes=self.private_bytes,
             fill_seconds=self.times.fill,
+            reserve_seconds=self.times.reserve,
             wait_seconds=self.times.wait,
             identity_seconds=self.times.identity,
             huge_pages=self._huge_pages(),

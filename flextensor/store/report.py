@@ -36,6 +36,7 @@ class StoreReport:
     path: the file; empty for a private store, ``memfd:...`` for one without a name.
     created_by_us: this process filled it.
     holders: process ids that hold it, as far as this process's PID namespace shows them; None for a private store.
+    fill_seconds: time to fill it here, reserve_seconds of it to get its pages.
     wait_seconds: time spent waiting for another process to fill it. identity_seconds: time to find its identity.
     huge_pages, numa: what is used, in words.
     edited: weights with a private copy; private_bytes is their sum.
@@ -54,6 +55,7 @@ class StoreReport:
     edited: tuple[str, ...]
     private_bytes: int
     fill_seconds: float
+    reserve_seconds: float
     wait_seconds: float
     identity_seconds: float
     huge_pages: str

@@ -17,7 +17,7 @@ from tests.store.small_models import same, small_weights, units_of
 
 pytestmark = pytest.mark.gpu
 
-SIZE = 256 << 20
+SIZE = 64 << 20
 
 
 def _large() -> dict[str, torch.Tensor]:
