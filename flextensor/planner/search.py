@@ -8,14 +8,13 @@ effort is counted in tensors placed, never in seconds.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flextensor.planner.build import default_arena
 from flextensor.planner.choose import Menus
 from flextensor.planner.layout import Layout
+from flextensor.planner.moves import FEW, SO_FEW_THAT_ALL, every_choice, neighbours
 from flextensor.planner.plan import ALIGNMENT, BudgetError, Plan, align
 from flextensor.planner.simulate import predicted
 from flextensor.planner.trial import Judge, Limits, Trial
@@ -31,11 +30,6 @@ EFFORT = 100_000
 """Tensors placed by each closer look; a third of it for models of many tensors, where a trial wins less."""
 
 MANY_TENSORS = 400
-
-FEW = 40
-"""Models of so few tensors have time for more arenas a choice, and of SO_FEW_THAT_ALL for every choice."""
-
-SO_FEW_THAT_ALL = 7
 
 
 def search(
@@ -146,7 +140,8 @@ class _Search:
         yield from self._settings((a for a in sorted(arenas, reverse=True) if a <= most), (1.0, 0.67, 0.5, 0.34))
 
     def _effort(self) -> int:
-        return EFFORT // (1 if len(self.judge.everything) < MANY_TENSORS else 3)
+        tensors = len(self.judge.everything)
+        return EFFORT // (2 if tensors <= FEW else 3 if tensors >= MANY_TENSORS else 1)
 
     def _closer(self, factors: tuple[float, ...]) -> Iterator[_Setting]:
         """Around the best of the grid."""
@@ -186,11 +181,19 @@ class _Search:
             picked = fit(room, setting.cap)
             if picked is None:
                 return
-            if self.best is not None and self.menus.transfer(picked) > (1 + SAME_TIME) * self.best.seconds:
+            if self.best is not None and self._hopeless(self.best, picked, setting):
                 continue
             streamed = self.menus.streamed(picked, setting.shared)
             for placement in self.judge.placements(streamed, setting.arena):
                 self.offer(self.judge.evaluate(streamed, setting.arena, placement), setting)
+
+    def _hopeless(self, best: Trial, picked: list[int], setting: _Setting) -> bool:
+        """True when no simulation is needed to see that ``best`` is better."""
+        if self.menus.transfer(picked) > (1 + SAME_TIME) * best.seconds:
+            return True
+        resident = self._held(setting) - setting.arena + self.menus.resident_bytes(picked)
+        fewer = self.layout.total_bytes - resident < best.streamed_bytes
+        return best.seconds <= (1 + SAME_TIME / 4) * self.judge.resident_seconds and not fewer
 
     def _least_memory(self, setting: _Setting) -> None:
         """The highest rate of copies at which the step is still as fast as the resident model."""
@@ -218,69 +221,18 @@ class _Search:
             low, high = (rate, high) if fine else (low, rate)
             first = False
 
-    # -- small moves -------------------------------------------------------------------------------------------
-
     def _improve(self) -> None:
         """From the best point, until no move helps or the effort is spent."""
-        assert self.best is not None
         end = self.judge.spent + self._effort()
         every = len(self.judge.everything) <= SO_FEW_THAT_ALL
         better = True
         while better and self.judge.spent < end:
-            offers = (self.offer(trial) for trial in self._moves(self.best, end))
-            # A list and not a generator where all choices are tried anyway: one pass, not one a better point.
-            better = any(list(offers)) if every else any(offers)
-
-    def _moves(self, best: Trial, end: int) -> Iterator[Trial | None]:
-        rows = [[t for t in row if t in best.streamed] for row in self.layout.reads]
-        arenas = [align(int(best.arena * f)) for f in (0.85, 0.93, 0.97, 1.03, 1.1)]
-        arenas += [
-            *[sums for sums in self._sums(rows) if sums < best.arena][:12],
-            align(default_arena(self.layout, rows)),
-        ]
-        tries = [(best.streamed, arena) for arena in dict.fromkeys(arenas)]
-        around = ((streamed, arena) for streamed in self._neighbours(best) for arena in self._rooms(best, streamed))
-        for streamed, arena in itertools.chain(tries, around):
-            for placement in self.judge.placements(streamed, arena):
-                if self.judge.spent >= end:
-                    return
-                yield self.judge.evaluate(streamed, arena, placement)
-
-    def _rooms(self, best: Trial, streamed: frozenset[int]) -> Iterator[int]:
-        """Arenas for a changed choice: all that is left, and what it is now."""
-        budget = best.weight_bytes - ALIGNMENT if self.limits.budget_bytes is None else self.limits.budget_bytes
-        held = sum([self.layout.size[t] for t in streamed])
-        room = (budget - self.layout.total_bytes + held) // ALIGNMENT * ALIGNMENT
-        if room >= ALIGNMENT or held == 0:
-            most = min(room, held)
-            arenas = [most, min(most, best.arena)]
-            if len(self.judge.everything) <= FEW:
-                rows = [[t for t in row if t in streamed] for row in self.layout.reads]
-                # What is not used of an arena is given back, so a larger one may fit too.
-                arenas += [min(held, most + most // 4), *[sums for sums in self._sums(rows) if sums < most][:10]]
-            yield from dict.fromkeys(arenas)
-
-    def _sums(self, rows: list[list[int]]) -> list[int]:
-        """Bytes of two to four streamed units, pairs first, larger ones first: arenas without a remainder."""
-        sizes = sorted({nbytes for nbytes in self.layout.unit_bytes(rows) if nbytes}, reverse=True)[:6]
-        found: dict[int, None] = {}
-        for n in (2, 3, 4):
-            some = {sum(c) for c in itertools.combinations_with_replacement(sizes, n)}
-            found.update(dict.fromkeys(sorted(some, reverse=True)))
-        return list(found)
-
-    def _neighbours(self, best: Trial) -> Iterator[frozenset[int]]:
-        """One tensor more or less streamed, two changed for each other, then any two."""
-        size = self.layout.size
-        inside = sorted(best.streamed, key=lambda t: (-size[t], t))
-        outside = sorted(self.judge.everything - best.streamed, key=lambda t: (-size[t], t))
-        if len(self.judge.everything) <= SO_FEW_THAT_ALL:
-            for count in range(len(self.judge.everything) + 1):
-                yield from map(frozenset, itertools.combinations(sorted(self.judge.everything), count))
-            return
-        yield from (best.streamed - {t} for t in inside)
-        yield from (best.streamed | {t} for t in outside)
-        for a in inside:
-            yield from (best.streamed - {a} | {b} for b in outside)
-        yield from (best.streamed - set(pair) for pair in itertools.combinations(inside, 2))
-        yield from (best.streamed | set(pair) for pair in itertools.combinations(outside, 2))
+            assert self.best is not None
+            moves = every_choice(self.judge, lambda: self.best) if every else neighbours(self.judge, self.best)
+            better = False
+            for streamed, arena in moves:
+                for placement in self.judge.placements(streamed, arena):
+                    if self.judge.spent < end:
+                        better |= self.offer(self.judge.evaluate(streamed, arena, placement))
+                if (better and not every) or self.judge.spent >= end:
+                    break
