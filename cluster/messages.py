@@ -322,4 +322,4 @@ class CoordinatorOptions:
     drift: float = 0.25
     minimum_interval: float = 60.0
     rollback_margin: float | None = 0.25
-    rollback_steps: int = 16
+    rollback_steps: int = 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,10 @@ logger = logging.getLogger(__name__)
 LIVES_WITHOUT_WORK = 6
 """A worker that fails this often without finishing one lease in between is given up. Calls while Ray starts the process
 again fail too, so one death counts up to twice."""
+
+
+ADMIT_ATTEMPTS = 20
+ADMIT_TIMEOUT = 120.0
 
 
 class NoWorkers(RuntimeError):
@@ -84,16 +89,29 @@ class WorkerPool:
         reference, slot.setup = slot.setup, None
         try:
             state: WorkerState = ray.get(reference)
-            ray.get(self.coordinator.admit.remote(slot.rank), timeout=120)
         except RayActorError as error:
             self.lost(slot, error)
             return None
         except RayError as error:
             self._give_up(slot, error)
             return None
+        self._admit(slot)
         slot.phase = "ready"
         self._warn()
         return state
+
+    def _admit(self, slot: Slot) -> None:
+        """The run's agreed plan for a new worker. A coordinator that is away for good does not stop the job."""
+        for _ in range(ADMIT_ATTEMPTS):
+            try:
+                ray.get(self.coordinator.admit.remote(slot.rank, slot.handle), timeout=ADMIT_TIMEOUT)
+                return
+            except ActorUnavailableError:
+                time.sleep(1.0)  # Ray starts it again
+            except (RayError, TimeoutError) as error:
+                logger.warning("worker %d works without the coordinator: %s", slot.rank, _first_line(error))
+                return
+        logger.warning("worker %d works without the coordinator, which does not come back", slot.rank)
 
     def lost(self, slot: Slot, error: RayActorError) -> None:
         """The worker's process is gone: wait for Ray's new one, or make one where Ray has given up."""

@@ -1,0 +1,140 @@
+"""Replans that go wrong: nobody moves, the job goes on, the reason is told; and a coordinator that dies itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.messages import JobProgress, ReplanOutcome, ReplanRequest
+from tests.cluster.conftest import Run
+from tests.cluster.test_batch_job import assert_all_right, events_of, items_of, status_of
+
+pytestmark = pytest.mark.ray
+
+
+def run_with(run: Run, work: Callable[[], None]) -> JobProgress:
+    """Run the job; ``work`` goes on beside it from the moment when both workers take leases and items are done."""
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=guarded)
+
+    def during(progress: Any) -> None:
+        if progress.done >= 2 and len(run.pool.ready) == 2 and thread.ident is None:
+            thread.start()
+
+    run.during = during
+    progress = run.job.run()
+    thread.join(90)
+    assert thread.ident is not None, "the job ended before the test began"
+    if errors:
+        raise errors[0]
+    return progress
+
+
+def replan(run: Run, **request: Any) -> ReplanOutcome:
+    outcome: ReplanOutcome = ray.get(run.coordinator.replan.remote(ReplanRequest(**request)), timeout=90)
+    return outcome
+
+
+def test_a_worker_that_dies_in_a_round_stops_it_and_the_next_round_goes_well(start_run: Callable[..., Run]) -> None:
+    # Steps of half a second: a prepare waits long enough that the kill comes in the middle of it.
+    run = start_run(items_of(24, steps=2, seconds=0.5), batch=1)
+    outcomes: list[ReplanOutcome] = []
+
+    def work() -> None:
+        pid = status_of(run).workers[1].pid
+        threading.Timer(0.15, os.kill, (pid, signal.SIGKILL)).start()
+        outcomes.append(replan(run, budget=0.8, measure=False))
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            outcomes.append(replan(run, budget=0.9))
+            if outcomes[-1].committed and len(outcomes[-1].changes) == 2:
+                return
+            time.sleep(0.5)
+
+    run_with(run, work)
+    assert_all_right(run)
+    assert outcomes[-1].committed and len(outcomes[-1].changes) == 2, outcomes[-1].reason
+    first = outcomes[0]
+    if first.committed:  # the kill came after the decision: then the worker took the plan when it came back
+        assert first.epoch == 2
+    else:
+        assert "worker 1" in first.reason and first.epoch == 1
+
+
+def test_a_late_worker_stops_the_round_and_nobody_moves(start_run: Callable[..., Run]) -> None:
+    run = start_run(items_of(6, steps=2, seconds=1.5), batch=1, prepare_timeout=0.1)
+    outcomes: list[ReplanOutcome] = []
+    epochs: list[set[int]] = []
+
+    def work() -> None:
+        outcomes.append(replan(run, budget=0.9))
+        epochs.append({state.epoch for state in status_of(run).workers})
+
+    run_with(run, work)
+    assert_all_right(run)
+    assert not outcomes[0].committed and "step boundary" in outcomes[0].reason
+    assert outcomes[0].epoch == 1 and epochs == [{1}]
+    refused = [event for event in events_of(run) if event["event"] == "replan_refused"]
+    assert len(refused) == 1
+
+
+def test_pause_holds_every_worker_and_a_replan_works_meanwhile(start_run: Callable[..., Run]) -> None:
+    run = start_run(items_of(40, steps=4, seconds=0.02))
+    steps: list[list[int]] = []
+    outcomes: list[ReplanOutcome] = []
+
+    def work() -> None:
+        assert ray.get(run.coordinator.pause.remote(True), timeout=30) == 2
+        time.sleep(1.0)
+        for _ in range(2):
+            steps.append([state.steps for state in status_of(run).workers])
+            time.sleep(0.7)
+        outcomes.append(replan(run, budget=0.9, workers=(1,)))
+        ray.get(run.coordinator.pause.remote(False), timeout=30)
+
+    run_with(run, work)
+    assert_all_right(run)
+    assert steps[0] == steps[1]
+    assert outcomes[0].committed, outcomes[0].reason
+    states = status_of(run).workers
+    assert states[1].weight_bytes > states[0].weight_bytes
+    assert [state.budget for state in states] == [0.5, 0.9]
+
+
+def test_a_coordinator_started_again_knows_the_run_from_its_workers(start_run: Callable[..., Run]) -> None:
+    run = start_run(items_of(60, steps=4, seconds=0.05))
+    outcomes: list[ReplanOutcome] = []
+
+    def work() -> None:
+        outcomes.append(replan(run, budget=0.8))
+        time.sleep(1.0)
+        ray.kill(run.coordinator, no_restart=False)
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                outcomes.append(replan(run, budget=0.7))
+                return
+            except ray.exceptions.RayActorError:
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+
+    progress = run_with(run, work)
+    assert progress.done == 60
+    assert_all_right(run)
+    assert outcomes[0].committed and outcomes[0].epoch == 2
+    assert outcomes[1].committed and outcomes[1].epoch >= 3 and len(outcomes[1].changes) == 2, outcomes[1].reason
+    assert any(event["event"] == "coordinator_restarted" for event in events_of(run))

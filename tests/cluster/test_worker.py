@@ -1,0 +1,117 @@
+"""A worker without Ray around it: rounds by their numbers, and what it says of itself."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.messages import Assignment, Lease, WorkerStart
+from cluster.task import TaskError
+from cluster.worker import Refused, Worker
+from flextensor import BudgetError, OffloadConfig
+from tests.cluster.conftest import TINY, TINY_BYTES, TINY_OPTIONS
+
+
+def start_of(**changes: object) -> WorkerStart:
+    settings: dict[str, object] = {
+        "namespace": "unit",
+        "rank": 0,
+        "workers": 1,
+        "device": "host",
+        "config": OffloadConfig(host_link_bytes_per_second=1e9),
+        "task": TINY,
+        "task_options": TINY_OPTIONS,
+        "budget": 0.5,
+        "store_namespace": f"unit-{uuid.uuid4().hex[:6]}",
+    }
+    return WorkerStart(**(settings | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    made = Worker(start_of())
+    made.setup()
+    yield made
+    made.close()
+    sys.modules.pop("tiny_task", None)
+
+
+def run_items(worker: Worker, *ids: str) -> None:
+    worker.run(Lease(0, tuple({"id": key} for key in ids)))
+
+
+def test_a_committed_plan_is_in_force_at_the_next_step(worker: Worker) -> None:
+    run_items(worker, "a")
+    before = worker.state()
+    proposal = worker.propose(1, 0.9, None, None)
+    worker.prepare(1, 2, proposal.plan, 0.9, 1.0)
+    worker.commit(1)
+    assert worker.state().epoch == 1
+    run_items(worker, "b")
+    after = worker.state()
+    assert after.epoch == 2 and after.budget == 0.9
+    assert before.weight_bytes < after.weight_bytes <= 0.9 * TINY_BYTES
+    assert after.copied_bytes_total > before.copied_bytes_total > 0
+
+
+def test_an_aborted_round_leaves_the_old_plan_and_its_late_prepare_is_refused(worker: Worker) -> None:
+    run_items(worker, "a")
+    proposal = worker.propose(5, 0.9, None, None)
+    worker.prepare(5, 2, proposal.plan, 0.9, 1.0)
+    worker.abort(5)
+    with pytest.raises(Refused, match="does not stand prepared"):
+        worker.commit(5)
+    with pytest.raises(Refused, match="round 5 is over"):
+        worker.prepare(5, 2, proposal.plan, 0.9, 1.0)
+    with pytest.raises(Refused, match="round 4 is over"):
+        worker.measure(4)
+    run_items(worker, "b")
+    assert worker.state().epoch == 1
+    worker.prepare(6, 2, proposal.plan, 0.9, 1.0)
+    worker.commit(6)
+
+
+def test_a_budget_that_does_not_work_is_refused_before_anyone_stands(worker: Worker) -> None:
+    with pytest.raises(BudgetError) as error:
+        worker.propose(1, 1000, None, None)
+    assert error.value.needed > 1000
+    assert not worker.state().parked
+
+
+def test_a_joining_worker_takes_the_agreed_plan_or_solves_for_the_agreed_budget(worker: Worker) -> None:
+    joined = worker.join(Assignment(epoch=7, plan=None, budget=0.9, solve=True, paused=False))
+    assert joined.refused == "" and joined.budget == 0.9
+    run_items(worker, "a")
+    assert worker.state().epoch == 7
+    again = worker.join(Assignment(epoch=8, plan=None, budget=1000, solve=True, paused=False))
+    assert "bytes are needed" in again.refused and again.plan == joined.plan and again.budget == 0.9
+
+
+def test_a_worker_that_is_not_set_up_takes_no_lease_and_no_round() -> None:
+    fresh = Worker(start_of())
+    with pytest.raises(Refused, match="not set up"):
+        run_items(fresh, "a")
+    with pytest.raises(Refused, match="starting"):
+        fresh.propose(1, 0.9, None, None)
+    assert fresh.state().phase == "starting"
+
+
+def test_a_task_that_cannot_be_found_is_named() -> None:
+    with pytest.raises(TaskError, match="no_such"):
+        Worker(start_of(task="no_such:Task")).setup()
+
+
+def test_the_report_is_plain_data_with_the_memory_of_one_copy(worker: Worker) -> None:
+    import json
+
+    run_items(worker, "a", "b")
+    report = json.loads(json.dumps(worker.report()))
+    assert report["engine"]["epoch"] == 1
+    assert 0 < report["weights_pss_bytes"] <= 1.1 * TINY_BYTES
+    state = worker.state()
+    assert state.host is not None and state.host.pss_bytes > 0 and state.weights_pss_bytes > 0
