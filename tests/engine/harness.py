@@ -69,6 +69,7 @@ class Pair:
             }
         )
         ft.offload(model, self.config, name=self.name, **offload_arguments)
+        self.kept = self.manager
 
     @property
     def manager(self) -> ft.OffloadManager:
@@ -100,7 +101,7 @@ class Pair:
         """Equal bit for bit, and of this device."""
         ours, form = tree_flatten(mine)
         others, other_form = tree_flatten(theirs)
-        where = f"call {self.calls}, phase {self.manager.phase}, epoch {self.manager.epoch}"
+        where = f"call {self.calls}, phase {self.kept.phase}, epoch {self.kept.epoch}"
         assert form == other_form
         for a, b in zip(ours, others, strict=True):
             if isinstance(a, torch.Tensor):
