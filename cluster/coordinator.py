@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 NAME = "coordinator"
 WORKER_PREFIX = "worker-"
 ABORT_TIMEOUT = 5.0
+ANSWER_SLACK = 5.0
+"""How much longer than a worker itself the coordinator waits, so that the worker's own reason arrives first."""
 
 Budgets = dict[int, Budget]
 Proposals = dict[int, Proposal]
@@ -274,7 +276,7 @@ class Coordinator:
             "prepare",
             members,
             lambda m: m.handle.prepare.remote(number, epoch, proposals[m.rank].plan, budgets.get(m.rank), timeout),
-            timeout + 1,
+            timeout + ANSWER_SLACK,
         )
 
     async def _commit(self, members: list[Member], number: int) -> float:

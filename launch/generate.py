@@ -211,7 +211,9 @@ def _run(
         )
         return make_worker(start, num_gpus=config.num_gpus)
 
-    coordinator = make_coordinator(CoordinatorOptions(namespace=namespace, events_path=str(events_path(config.output))))
+    coordinator = make_coordinator(
+        CoordinatorOptions(namespace=namespace, events_path=str(events_path(config.output)), **config.coordinator)
+    )
     ray.get(coordinator.start.remote(), timeout=60)
     pool = WorkerPool(make, workers=workers, coordinator=coordinator, sample=work.batches[0])
     queue = LeaseQueue(work.batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from cluster.messages import CoordinatorOptions
 from flextensor.config import (
     ConfigError,
     OffloadConfig,
@@ -54,6 +56,8 @@ class RunConfig(BaseModel):
     """Where the run's report goes as JSON (None: only the terminal)."""
     offload: dict[str, Any] = Field(default_factory=dict)
     """Settings of ``flextensor.OffloadConfig``."""
+    coordinator: dict[str, Any] = Field(default_factory=dict)
+    """Settings of ``cluster.messages.CoordinatorOptions``: ``automatic``, ``drift``, ``hang`` ..."""
 
     @field_validator("model", "prompts", "output", "report", mode="after")
     @classmethod
@@ -85,6 +89,17 @@ class RunConfig(BaseModel):
     @classmethod
     def _offload(cls, value: dict[str, Any]) -> dict[str, Any]:
         OffloadConfig(**value)
+        return value
+
+    @field_validator("coordinator", mode="after")
+    @classmethod
+    def _coordinator(cls, value: dict[str, Any]) -> dict[str, Any]:
+        known = [f.name for f in dataclasses.fields(CoordinatorOptions) if f.name not in ("namespace", "events_path")]
+        for key, setting in value.items():
+            if key not in known:
+                raise ConfigError(unknown_key_message(key, known, "coordinator setting"))
+            if not (isinstance(setting, int | float) and setting >= 0 or key == "rollback_margin" and setting is None):
+                raise ConfigError(f"coordinator.{key} = {setting!r}: write a number, 0 or more")
         return value
 
     def __init__(self, **settings: Any) -> None:
@@ -155,7 +170,7 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: expected settings (key: value), found {type(data).__name__}")
-    for section in ("offload", "task_options"):
+    for section in ("offload", "task_options", "coordinator"):
         if data.get(section) is None:
             data.pop(section, None)
     return data

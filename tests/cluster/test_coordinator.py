@@ -51,7 +51,7 @@ def replan(run: Run, **request: Any) -> ReplanOutcome:
 
 def test_a_worker_that_dies_in_a_round_stops_it_and_the_next_round_goes_well(start_run: Callable[..., Run]) -> None:
     # Steps of half a second: a prepare waits long enough that the kill comes in the middle of it.
-    run = start_run(items_of(24, steps=2, seconds=0.5), batch=1)
+    run = start_run(items_of(16, steps=2, seconds=0.5), batch=1)
     outcomes: list[ReplanOutcome] = []
 
     def work() -> None:
@@ -76,12 +76,16 @@ def test_a_worker_that_dies_in_a_round_stops_it_and_the_next_round_goes_well(sta
 
 
 def test_a_late_worker_stops_the_round_and_nobody_moves(start_run: Callable[..., Run]) -> None:
-    run = start_run(items_of(6, steps=2, seconds=1.5), batch=1, prepare_timeout=0.1)
+    # Two quick items, so that a step is known to be short; then steps far longer than a prepare waits.
+    items = items_of(6, steps=2, seconds=0.01)
+    for item in items[2:]:
+        item["seconds"] = 2.0
+    run = start_run(items, batch=1, prepare_timeout=0.1)
     outcomes: list[ReplanOutcome] = []
     epochs: list[set[int]] = []
 
     def work() -> None:
-        outcomes.append(replan(run, budget=0.9))
+        outcomes.append(replan(run, budget=0.9, measure=False))
         epochs.append({state.epoch for state in status_of(run).workers})
 
     run_with(run, work)
@@ -116,7 +120,7 @@ def test_pause_holds_every_worker_and_a_replan_works_meanwhile(start_run: Callab
 
 
 def test_a_coordinator_started_again_knows_the_run_from_its_workers(start_run: Callable[..., Run]) -> None:
-    run = start_run(items_of(60, steps=4, seconds=0.05))
+    run = start_run(items_of(60, steps=4, seconds=0.03))
     outcomes: list[ReplanOutcome] = []
 
     def work() -> None:

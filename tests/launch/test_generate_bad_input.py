@@ -44,6 +44,13 @@ def test_an_unknown_key_names_the_nearest(make_job: Callable[..., Job]) -> None:
     )
 
 
+def test_coordinator_settings_are_checked(make_job: Callable[..., Job]) -> None:
+    config = str(make_job().config)
+    line = refused("generate", "--config", config, "--set", "coordinator.automatc=true")
+    assert "did you mean 'automatic'" in line
+    assert "hang" in refused("generate", "--config", config, "--set", "coordinator.hang=-1")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_where_there_is_none(make_job: Callable[..., Job]) -> None:
     assert "no CUDA device" in refused("generate", "--config", str(make_job().config), "--device", "cuda")
