@@ -85,10 +85,10 @@ def offload(
             "compilation, or set 'unit'"
         )
     selection = select(model, config)
-    if not selection.units:
+    if not selection.units and not selection.loose:
         raise OffloadError(
-            f"include_patterns = {list(config.include_patterns)} names no module with weights of its own: name the "
-            "modules to offload, for example ['model.layers.*']"
+            f"include_patterns = {list(config.include_patterns)} names no module with weights of its own to stream: "
+            "name the modules to offload, for example ['model.layers.*'], or mark regions with offload_block()"
         )
     _refuse_weights_of_others(selection)
     hosting: Hosting | None = None
@@ -143,6 +143,30 @@ def _refuse_compiled(model: nn.Module) -> None:
                 f"module {name or '(root)'} is compiled already: offload first, then compile, with offload(..., "
                 "compile_fn=...) or OffloadConfig(external_compile=True)"
             )
+
+
+def init(
+    model: nn.Module, config: OffloadConfig | None = None, *, name: str = DEFAULT_NAME, **settings: Any
+) -> OffloadManager:
+    """Offload ``model`` by manual regions alone: its forward marks them with ``offload_block``. Returns the manager.
+
+    Raises ConfigError when the configuration has include_patterns, which ``offload`` is for.
+    """
+    config = load_config() if config is None else config
+    if config.include_patterns:
+        raise ConfigError("init() is for manual regions; with include_patterns call offload()")
+    offload(model, config, name=name, **settings)
+    return get_offload_manager(name)
+
+
+@contextlib.contextmanager
+def offload_block(block: str, *, name: str = DEFAULT_NAME) -> Iterator[None]:
+    """Inside the forward: ``with offload_block("head"): ...``. The weights read in the region are a unit of that name.
+
+    The weights are found while the model runs in discovery; a region that appears later raises OffloadError.
+    """
+    with get_offload_manager(name).block(block):
+        yield
 
 
 def offload_from_profile(

@@ -28,7 +28,7 @@ from flextensor.store import (
     private_store,
     shared_store,
 )
-from flextensor.units import CHANGED_BY_FORWARD, ROOT_UNIT, OffloadError, Selection, Weight
+from flextensor.units import CHANGED_BY_FORWARD, LOOSE_UNIT, ROOT_UNIT, OffloadError, Selection, Weight
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,10 @@ class Hosting:
         self.other_bytes = 0
         self._selection = selection
         self._device = device
-        stored = list(dict.fromkeys(w for unit in selection.units for w in unit.weights if _storable(w)))
+        owned = [w for unit in selection.units for w in unit.weights]
+        stored = list(dict.fromkeys(w for w in (*owned, *selection.loose) if _storable(w)))
         in_store = set(stored)
-        self.unstored = list(dict.fromkeys(w for unit in selection.units for w in unit.weights if w not in in_store))
+        self.unstored = list(dict.fromkeys(w for w in (*owned, *selection.loose) if w not in in_store))
         """Weights of units that no store can hold as they are (holes, overlaps, tensor subclasses): resident."""
         self.others = [*self.unstored, *selection.unmatched]
         """All weights that lie on the device whatever the plan."""
@@ -66,6 +67,8 @@ class Hosting:
         for unit in selection.units:
             unit.weights = [weight for weight in unit.weights if _storable(weight)]
         units = [UnitSpec(unit.name, tuple(_spec(w) for w in unit.weights)) for unit in selection.units if unit.weights]
+        if selection.loose:
+            units.append(UnitSpec(LOOSE_UNIT, tuple(_spec(w) for w in selection.loose if w in in_store)))
         if source is not None:
             from_source = [w for w in self.others if w.tensor.is_meta and w.nbytes]
             units.append(UnitSpec(ROOT_UNIT, tuple(_spec(w) for w in from_source)))

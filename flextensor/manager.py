@@ -95,8 +95,9 @@ class OffloadManager:
         self._weights = hosting.managed
         self._index = {id(weight.tensor): at for at, weight in enumerate(self._weights)}
         position = {id(weight): at for at, weight in enumerate(self._weights)}
-        self._pieces = pieces_of(self.units) if config.stream_granularity == "piece" else self.units
-        """What is entered and left: the units, or their leaf modules."""
+        self._pieces = pieces_of(self.units) if config.stream_granularity == "piece" else list(self.units)
+        """What is entered and left: the units or their leaf modules, and manual regions."""
+        self._blocks: dict[str, int] = {}
         self._reads: list[list[int]] = [[position[id(w)] for w in piece.weights] for piece in self._pieces]
         self._table = WeightTable(self._weights, hosting.store)
         self._watch = WeightWatch(self._weights)
@@ -107,8 +108,6 @@ class OffloadManager:
         self._recorder.capture_events = config.offload_timing == "cuda_graph"
         self._warmup: measure.WarmupRecorder | None = measure.WarmupRecorder(device)
         self._trap: WarmupTrap | None = None
-        self._reads_outside: set[int] = set()
-        self._discovered: dict[int, set[int]] = {}
         self._open_units: list[int] = []
         self._lock = threading.RLock()
         self._staged: tuple[Plan, int | None] | None = None
@@ -256,6 +255,37 @@ class OffloadManager:
                 "model.requires_grad_(False)"
             )
 
+    @contextlib.contextmanager
+    def block(self, name: str) -> Iterator[None]:
+        """A manual region of the forward; see ``flextensor.offload_block``."""
+        unit = self._blocks.get(name)
+        if unit is None:
+            unit = self._new_block(name)
+        self._enter(unit, (), {})
+        try:
+            yield
+        except BaseException:
+            self._abort(unit)
+            raise
+        self._leave(unit)
+
+    def _new_block(self, name: str) -> int:
+        if self.phase != DISCOVERY or not self._selection.loose:
+            known = ", ".join(repr(block) for block in self._blocks) or "none"
+            why = (
+                f"it was not entered during discovery (known regions: {known})"
+                if self._selection.loose or self._blocks
+                else "the model was offloaded by include_patterns, which leave no weights to regions"
+            )
+            raise OffloadError(f"offload_block({name!r}): {why}")
+        unit = self._blocks[name] = len(self._pieces)
+        region = Unit(name, nn.Module(), [])
+        self._pieces.append(region)
+        self.units.append(region)
+        self._reads.append([])
+        self._loader.add_unit()
+        return unit
+
     def run_root(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One step: a call of the model."""
         if self._in_root:
@@ -370,11 +400,27 @@ class OffloadManager:
                         weight.resident_reason = weight.resident_reason or "read outside every unit"
                 else:
                     self._reads[unit] = list(dict.fromkeys([*self._reads[unit], *tensors]))
+        self._settle_blocks()
         self.phase = PROFILING
         self._quiesce()
         self._loader = self._on_demand_loader()
         if self._compile_fn is not None and self.config.profile_mode == "view":
             self._compile_units()
+
+    def _settle_blocks(self) -> None:
+        """Manual regions own what they were seen to read; loose weights of no region stay resident."""
+        if not self._selection.loose:
+            return
+        if not self._blocks:
+            raise OffloadError(
+                "include_patterns is empty and the forward entered no offload_block() region: nothing is offloaded"
+            )
+        for unit in self._blocks.values():
+            self._pieces[unit].weights = [self._weights[tensor] for tensor in self._reads[unit]]
+        read = {tensor for row in self._reads for tensor in row}
+        for at, weight in enumerate(self._weights):
+            if at not in read:
+                weight.resident_reason = weight.resident_reason or "read in no region"
 
     def _end_profiling(self) -> None:
         assert self._warmup is not None
@@ -450,7 +496,7 @@ class OffloadManager:
         apply_correction()
         bump_dynamo_limits_for_compiled_offload(len(self.units))
         self._census.start()
-        for unit, handle in zip(self._pieces, self._handles, strict=True):
+        for unit, handle in zip(self._pieces, self._handles, strict=False):  # regions have no handle
             if handle.compiled is None:
                 handle.compiled = self._compile_fn(plain_twin(unit.module))
 
@@ -899,7 +945,7 @@ class OffloadManager:
 
     def compile_report(self) -> CompileReport:
         """How many units made a graph, share one, run eagerly."""
-        return self._census.report([self._is_compiled(at) for at in range(len(self._pieces))])
+        return self._census.report([self._is_compiled(at) for at in range(len(self._handles))])
 
     def _is_compiled(self, unit: int) -> bool:
         return self._handles[unit].compiled is not None or self._pieces[unit].module._compiled_call_impl is not None

@@ -24,6 +24,9 @@ ROOT_UNIT = "(unmatched)"
 """The store's unit for weights that no pattern matches."""
 
 
+LOOSE_UNIT = "(manual regions)"
+"""The store's unit for weights that manual regions read."""
+
 CHANGED_BY_FORWARD = "changed by forward"
 """The resident reason of weights whose device memory is the truth."""
 
@@ -70,11 +73,13 @@ class Unit:
 @dataclass
 class Selection:
     """units: in registration order. unmatched: weights of no unit. buffers: (module, attribute, name) of what is moved
-    to the device as it is."""
+    to the device as it is. loose: without patterns, the weights that manual regions (``offload_block``) may turn out
+    to read."""
 
     units: list[Unit]
     unmatched: list[Weight]
     buffers: list[tuple[nn.Module, str, str]]
+    loose: list[Weight] = field(default_factory=list)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -300,7 +305,10 @@ def _assign(
     units = [Unit(name, modules[name], owned) for name, owned in members.items() if owned]
     order = {name: at for at, name in enumerate(modules)}
     units.sort(key=lambda unit: order[unit.name])
-    return Selection(units, unmatched, buffers)
+    if config.include_patterns:
+        return Selection(units, unmatched, buffers)
+    loose = [weight for weight in unmatched if not weight.resident_reason]
+    return Selection(units, [weight for weight in unmatched if weight.resident_reason], buffers, loose)
 
 
 def pieces_of(units: Sequence[Unit]) -> list[Unit]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flextensor.planner.layout import Layout, NoRoom, Offsets
+from flextensor.planner.layout import Layout, NoRoom, Offsets, place_ring
 
 ROUNDS = 2
 MOST_NEIGHBOURS = 24
@@ -19,13 +19,21 @@ MOST_NEIGHBOURS = 24
 
 def place_apart(layout: Layout, streamed: list[list[int]], arena: int) -> Offsets:
     """Each tensor at its own best place, in the order of visits. Raises NoRoom when they do not fit."""
-    return _Apart(layout, streamed, arena).places(layout.order)
+    return _places(layout, streamed, arena, layout.order)
 
 
 def place_largest_first(layout: Layout, streamed: list[list[int]], arena: int) -> Offsets:
     """The same, large units before small ones, which then fit between them. Raises NoRoom."""
     sizes = layout.unit_bytes(streamed)
-    return _Apart(layout, streamed, arena).places(sorted(layout.order, key=lambda unit: -sizes[unit]))
+    return _places(layout, streamed, arena, sorted(layout.order, key=lambda unit: -sizes[unit]))
+
+
+def _places(layout: Layout, streamed: list[list[int]], arena: int, order: Sequence[int]) -> Offsets:
+    try:
+        return _Apart(layout, streamed, arena).places(order)
+    except NoRoom:
+        # Best places can leave a unit's last tensor only pieces; the ring never does.
+        return place_ring(layout, streamed, arena)
 
 
 class _Apart:

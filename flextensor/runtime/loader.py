@@ -35,13 +35,13 @@ SKIP_AHEAD = 2
 
 @dataclass(frozen=True)
 class _Batch:
-    """Copies for one visit that are issued together. ``ready`` is recorded behind them when they are the last."""
+    """Copies for one visit that are issued together. The visit's ready event is recorded behind the ``last``."""
 
     visit: int
     queue: Callable[[], None]
     tensors: tuple[int, ...]
     nbytes: int
-    ready: Event | None
+    last: bool
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Loader:
                 self._copy.copier(self._moves(copy.tensors)),
                 copy.tensors,
                 copy.nbytes,
-                self._ready[copy.visit] if final else None,
+                final,
             )
             after[copy.after].append(batch)
         return [tuple(batches) for batches in after]
@@ -244,8 +244,8 @@ class Loader:
         for batch in self._after[at]:
             begin = trace.copy_begin(copy) if trace is not None else None
             batch.queue()
-            ready = batch.ready or (self._ready[batch.visit] if self._irregular else None)
-            if ready is not None:
+            ready = self._ready[batch.visit]
+            if ready is not None and (batch.last or self._irregular):
                 copy.record(ready)
             if trace is not None and begin is not None:
                 trace.copy_end(batch.visit, batch.nbytes, begin, copy)
@@ -256,6 +256,10 @@ class Loader:
                 self._note(batch.tensors, self._ready[batch.visit])
 
     # ---- steps
+
+    def add_unit(self) -> None:
+        """One more unit, of which nothing is known yet: it reads no streamed tensor."""
+        self._reads.append(())
 
     @property
     def at_boundary(self) -> bool:
@@ -300,7 +304,16 @@ class Loader:
         if self._tail_first:
             self._copy.record(self._fetched)
             stream.wait(self._fetched)
+        if self._capturing:
+            self._forget_captured_events()
         self._capturing = False
+
+    def _forget_captured_events(self) -> None:
+        """Nobody may wait outside a graph for an event that was recorded inside one. Nor need anybody: a replay ends
+        with the copy stream joined."""
+        for visit in self._captured:
+            self._ready[visit] = self._device.new_event(timed=False)
+        self._fetched = self._device.new_event(timed=False)
 
     def _order_copies_after(self, stream: Stream) -> None:
         stream.record(self._demand)

@@ -122,8 +122,8 @@ class DeviceWeights:
         self._streamed = dict(plan.offsets)
 
     def _bind_slot(self, index: int, offset: int) -> None:
-        """Point a weight at its slot, through a storage of its own that keeps the arena alive: two weights in one storage
-        would look to a compiler like views of each other."""
+        """Point a weight at its slot, through a storage of its own that keeps the arena alive: two weights in one
+        storage would look to a compiler like views of each other."""
         slot = self.slot(offset, self.table.weights[index].nbytes)
         with torch.inference_mode(False):
             self.table.bind(index, from_dlpack(to_dlpack(slot)))
