@@ -29,6 +29,11 @@ from flextensor.runtime.memory import DeviceWeights
 from flextensor.runtime.timing import Recorder, StepTrace
 from flextensor.units import Weight
 
+UNFORESEEN_IN_GRAPH = (
+    "an offloaded forward can be captured in a CUDA graph only while it runs its units in the plan's order: call the "
+    "model a few times as it will be captured, then capture"
+)
+
 SKIP_AHEAD = 2
 """So many visits may be left out in a row while prefetching goes on as planned."""
 
@@ -283,6 +288,8 @@ class Loader:
         self._stream = stream
         capturing = self._device.is_capturing()
         if capturing:
+            if self._irregular:
+                raise RuntimeError(UNFORESEEN_IN_GRAPH)
             self._captured.clear()
             self._tail_first = True
         self._capturing = capturing
@@ -322,6 +329,8 @@ class Loader:
     # ---- what the plan did not foresee
 
     def _become_irregular(self) -> None:
+        if self._capturing:
+            raise RuntimeError(UNFORESEEN_IN_GRAPH)
         if not self._irregular:
             self._irregular = True
             self._valid = {
