@@ -50,13 +50,13 @@ async def ask_all(
     async def one(member: Member) -> T:
         try:
             return await ask(member, question, timeout)
-        except TimeoutError:
-            raise RoundFailed(f"worker {member.rank} did not answer {what!r} within {timeout:.1f} s") from None
         except RayActorError as error:
             on_lost(member, why(error))
             raise RoundFailed(f"worker {member.rank} died during {what!r}") from error
-        except RayError as error:
+        except RayError as error:  # before TimeoutError: a worker's own TimeoutError is both
             raise RoundFailed(f"worker {member.rank}: {why(error)}") from error
+        except TimeoutError:
+            raise RoundFailed(f"worker {member.rank} did not answer {what!r} within {timeout:.1f} s") from None
 
     tasks = [asyncio.ensure_future(one(member)) for member in members]
     try:

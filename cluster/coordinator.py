@@ -336,12 +336,12 @@ class Coordinator:
                 self._metrics.observe(state)
                 if state.busy_seconds > hang:
                     self._restart(member, f"no step for {state.busy_seconds:.0f} s")
-            except TimeoutError:
-                self._restart(member, f"silent for {hang:.0f} s")
             except RayActorError as error:
                 self._mark_lost(member, why(error))
             except RayError as error:
                 logger.warning("worker %d: no state: %s", member.rank, why(error))
+            except TimeoutError:
+                self._restart(member, f"silent for {hang:.0f} s")
             await asyncio.sleep(self._options.poll)
 
     def _restart(self, member: Member, reason: str) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 
 
-class GateTimeout(TimeoutError):
+class GateTimeout(RuntimeError):
     """The model's thread did not come to a step boundary in time."""
 
 

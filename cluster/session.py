@@ -80,6 +80,7 @@ def start_local(*, gpus: int, namespace: str) -> str:
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             context = ray.init(
+                "local",
                 num_gpus=gpus,
                 namespace=namespace,
                 include_dashboard=False,

@@ -171,7 +171,8 @@ def _console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=120)
 
 
-def main() -> None:
-    """The ``flextensor`` command."""
-    _register(sys.argv[1:])
-    app()
+def main(arguments: list[str] | None = None) -> None:
+    """The ``flextensor`` command. ``arguments``: in place of the command line's."""
+    given = sys.argv[1:] if arguments is None else arguments
+    _register(given)
+    app(given)

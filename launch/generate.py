@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def generate(config: RunConfig, *, console: Console) -> RunReport | None:
 def _resolve_device(config: RunConfig) -> str:
     import torch
 
-    if config.address is not None and config.device != "auto":
+    if ray_address(config) is not None and config.device != "auto":
         return config.device
     count = torch.cuda.device_count()  # by NVML: makes no CUDA context
     if config.device == "cuda" and count == 0:
@@ -135,9 +136,9 @@ def _length(item: Item) -> int:
 def _ray_of(config: RunConfig, device: str) -> Iterator[tuple[str, str]]:
     """A session in Ray for this run: (namespace, address)."""
     try:
-        if config.address is not None:
+        if (cluster := ray_address(config)) is not None:
             namespace = config.namespace
-            address = attach(config.address, namespace=namespace)
+            address = attach(cluster, namespace=namespace)
             if _is_taken(namespace):
                 raise SessionError(
                     f"a run in namespace {namespace!r} is going on at {address}; give another --namespace"
@@ -181,7 +182,7 @@ def _is_taken(namespace: str) -> bool:
 def _worker_count(config: RunConfig, device: str) -> int:
     if config.workers != "auto":
         wanted = config.workers
-    elif device == "host" and config.address is None:
+    elif device == "host" and ray_address(config) is None:
         wanted = HOST_WORKERS
     else:
         wanted = max(1, int(float(ray.cluster_resources().get("GPU", 0)) / config.num_gpus + 1e-9))
@@ -251,6 +252,11 @@ def tokens_of(result: dict[str, Any]) -> int:
     return len(tokens) if isinstance(tokens, list | tuple) else int(tokens)
 
 
+def ray_address(config: RunConfig) -> str | None:
+    """The cluster to use: the run's own setting, or the one that this process was started in (``ray job submit``)."""
+    return config.address or os.environ.get("RAY_ADDRESS") or None
+
+
 class _StatusPoll:
     """The coordinator's newest answer, never waited for."""
 
@@ -269,3 +275,10 @@ class _StatusPoll:
         if self._asked is None:
             self._asked = self._coordinator.status.remote()
         return self._newest
+
+
+if __name__ == "__main__":
+    # ``ray submit launch/cluster.yaml launch/generate.py -- --config ...`` runs this file on the head node.
+    from launch.cli import main
+
+    main(["generate", "--address", "auto", *sys.argv[1:]])
