@@ -20,6 +20,7 @@ import torch
 from flextensor.store.layout import PAGE, StoredTensor, round_up
 
 _PAGEMAP_ENTRIES = 1 << 20
+_MADV_POPULATE_WRITE = 23
 
 
 def map_anonymous(nbytes: int) -> torch.Tensor:
@@ -29,9 +30,10 @@ def map_anonymous(nbytes: int) -> torch.Tensor:
     return _as_tensor(area)[:nbytes]
 
 
-def map_file(fd: int, nbytes: int, *, private: bool = False, writable: bool = True) -> torch.Tensor:
-    """The first ``nbytes`` of a file.
+def map_file(fd: int, nbytes: int, *, skip: int = 0, private: bool = False, writable: bool = True) -> torch.Tensor:
+    """The first ``nbytes`` of a file, without the first ``skip`` of them.
 
+    The tensor's storage begins behind what is skipped: torch calls a tensor pinned when its storage's begin is.
     private: writes go to pages of this process's own and never to the file.
     writable: False: a write ends the process by a signal.
     """
@@ -43,7 +45,7 @@ def map_file(fd: int, nbytes: int, *, private: bool = False, writable: bool = Tr
     )
     if not private:
         _advise_huge(area)
-    return _as_tensor(area)
+    return _as_tensor(area, skip)
 
 
 def typed_view(raw: torch.Tensor, tensor: StoredTensor) -> torch.Tensor:
@@ -71,6 +73,14 @@ def pss_bytes(pid: int | None, *, files: Iterable[tuple[str, int]] = (), address
     Raises ProcessLookupError when there is no such process, PermissionError when it is another user's.
     """
     return _smaps_sum(pid, "Pss:", set(files), address)
+
+
+def populate(memory: torch.Tensor) -> None:
+    """Map the pages of ``memory``, a part of a writable mapping, in one call instead of one fault a page."""
+    start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    end = round_up(memory.data_ptr() + memory.numel(), mmap.PAGESIZE)
+    with contextlib.suppress(OSError):  # a kernel before 5.14: the faults come one by one
+        _call("madvise", start, end - start, _MADV_POPULATE_WRITE)
 
 
 def own_pages(memory: torch.Tensor) -> list[tuple[int, int]]:
@@ -140,10 +150,10 @@ def _call(function: str, address: int, length: int, argument: int) -> None:
         raise OSError(code, f"{function}: {os.strerror(code)}")
 
 
-def _as_tensor(area: mmap.mmap) -> torch.Tensor:
+def _as_tensor(area: mmap.mmap, skip: int = 0) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(area, dtype=torch.uint8)
+        return torch.frombuffer(area, dtype=torch.uint8, offset=skip)
 
 
 def _advise_huge(area: mmap.mmap) -> None:

@@ -47,9 +47,10 @@ class SharedStore(MappedStore):
     _read_only = True
 
     def __init__(self, label: str, fd: int, manifest: Manifest, *, created: bool, leave: Callable[[int], None]) -> None:
-        memory = map_file(fd, manifest.file_bytes, writable=False)[manifest.header_bytes :]
+        size, skip = manifest.file_bytes, manifest.header_bytes
+        memory = map_file(fd, size, skip=skip, writable=False)
         super().__init__(manifest.layout, manifest.identity, memory, checksums=manifest.checksums)
-        self._own: torch.Tensor | None = map_file(fd, manifest.file_bytes, private=True)[manifest.header_bytes :]
+        self._own: torch.Tensor | None = map_file(fd, size, skip=skip, private=True)
         self.manifest = manifest
         self._label = label
         self._status = os.fstat(fd)
@@ -215,12 +216,12 @@ class _Start:
         fd = place.create()
         try:
             os.ftruncate(fd, total)
-            memory = map_file(fd, total)
+            memory = map_file(fd, total, skip=header_bytes)
             numa = interleave(memory)
             reserving = time.perf_counter()
             place.reserve(fd, total)
             reserved = time.perf_counter() - reserving
-            checksums = self._read_all(memory[header_bytes:], election)
+            checksums = self._read_all(memory, election)
             self._source.check_unchanged()
             manifest = Manifest(name.namespace, name.identity, layout, checksums, created, header_bytes)
             os.pwrite(fd, encode_header(manifest), 0)

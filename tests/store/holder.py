@@ -36,7 +36,14 @@ class SlowSource(TensorSource):
 
 
 def hold(pipe: Connection, directory: str, seed: int, delay: float, rows: int, options: dict[str, Any]) -> None:
-    """Get the store of ``small_weights(seed)``, say so, then obey: check, edit, close."""
+    """Get the store of ``small_weights(seed)``, say so, then obey: check, edit, scribble, close, exit."""
+    try:
+        _hold(pipe, directory, seed, delay, rows, options)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _hold(pipe: Connection, directory: str, seed: int, delay: float, rows: int, options: dict[str, Any]) -> None:
     tensors = small_weights(seed, rows=rows)
 
     def tell(progress: object) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flextensor.store import HostStore, TensorSource, UnitSpec, WeightSpec, adopt_store, private_store, shared_store
+from flextensor.store import HostStore, TensorSource, adopt_store, private_store, shared_store
+from flextensor.store.host_store import pin_chunks
 from flextensor.store.pinning import PinnedRegions
 from tests.store.holder import Holder
 from tests.store.small_models import same, small_weights, units_of
@@ -125,12 +126,19 @@ def test_tensors_that_share_pages_are_adopted_and_pinned() -> None:
     _no_error_pending()
 
 
-def test_one_copy_may_span_two_units_of_one_chunk_but_chunks_are_cut_between_units() -> None:
-    units = [UnitSpec(f"u{i}", (WeightSpec(f"u{i}.w", torch.uint8, (4096,), (1,)),)) for i in range(3)]
-    tensors = {f"u{i}.w": torch.full((4096,), i, dtype=torch.uint8) for i in range(3)}
-    with private_store(units, tensors) as store:
-        store.pin()
-        assert store.bytes(0, 3 * 4096).to("cuda", non_blocking=True).cpu().tolist()[::4096] == [0, 1, 2]
+def test_a_copy_of_a_whole_unit_never_spans_two_registrations() -> None:
+    tensors = {f"u{i}.{k}": torch.full((1 << 20,), 16 * i + k, dtype=torch.uint8) for i in range(9) for k in range(3)}
+    with private_store(units_of(tensors), tensors) as store:
+        assert len(pin_chunks(store.layout, 7 << 20)) > 3
+        regions = [(store.bytes(start, 1).data_ptr(), end - start) for start, end in pin_chunks(store.layout, 7 << 20)]
+        pins = PinnedRegions()
+        assert pins.register(regions).complete
+        for members in store.layout.by_unit.values():
+            start, end = members[0].offset, members[-1].offset + members[-1].nbytes
+            run = store.bytes(start, end - start)
+            assert torch.equal(run.to("cuda", non_blocking=True).cpu(), run)
+        pins.release()
+    _no_error_pending()
 
 
 def test_a_pinned_user_dies_and_the_others_go_on(shm_dir: str) -> None:
