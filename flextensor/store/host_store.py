@@ -263,7 +263,8 @@ class HostStore:
         return None
 
     def _huge_pages(self) -> str:
-        return "" if self._closed else f"{sum(huge_bytes((a, a + n)) for a, n in self._regions())} bytes"
+        """Where the kernel gave huge pages; empty where a mapping cannot be told from others."""
+        return ""
 
     def _find(self, name: str) -> StoredTensor:
         try:
@@ -303,6 +304,12 @@ class MappedStore(HostStore):
     def _regions(self) -> list[Region]:
         base = self.memory.data_ptr()
         return [(base + start, end - start) for start, end in pin_chunks(self.layout)]
+
+    def _huge_pages(self) -> str:
+        if self._memory is None:
+            return ""
+        start = self._memory.data_ptr()
+        return f"{huge_bytes((start, start + self._memory.numel()))} bytes"
 
     def _drop_memory(self) -> None:
         self._memory = None

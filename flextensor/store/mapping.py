@@ -68,11 +68,11 @@ def buffer_of(raw: torch.Tensor) -> memoryview:
 
 def pss_bytes(pid: int | None, *, files: Iterable[tuple[str, int]] = (), address: tuple[int, int] | None = None) -> int:
     """Proportional set size of mappings of a process (None: this one), in bytes: of the files given as
-    (``major:minor``, inode), and of those that begin inside ``address`` (start, end).
+    (``major:minor``, inode), and of those that ``address`` (start, end) lies in.
 
     Raises ProcessLookupError when there is no such process, PermissionError when it is another user's.
     """
-    return _smaps_sum(pid, "Pss:", set(files), address)
+    return _smaps_sum(pid, ("Pss:",), set(files), address)
 
 
 def populate(memory: torch.Tensor) -> None:
@@ -119,12 +119,14 @@ def restore_own_pages(own: torch.Tensor, stored: torch.Tensor) -> None:
 
 
 def huge_bytes(address: tuple[int, int]) -> int:
-    """Bytes of huge pages in this process's mappings that begin inside ``address`` (start, end)."""
+    """Bytes of huge pages in this process's mappings that ``address`` (start, end) lies in."""
     fields = ("AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:")
-    return sum(_smaps_sum(None, field, set(), address) for field in fields)
+    return _smaps_sum(None, fields, set(), address)
 
 
-def _smaps_sum(pid: int | None, field: str, files: set[tuple[str, int]], address: tuple[int, int] | None) -> int:
+def _smaps_sum(
+    pid: int | None, fields: tuple[str, ...], files: set[tuple[str, int]], address: tuple[int, int] | None
+) -> int:
     total = 0
     counted = False
     path = Path("/proc") / ("self" if pid is None else str(pid)) / "smaps"
@@ -135,9 +137,9 @@ def _smaps_sum(pid: int | None, field: str, files: set[tuple[str, int]], address
     for line in lines:
         if line[0] in "0123456789abcdef":
             span, _, _, device, inode, *_ = line.split(maxsplit=5)
-            start = int(span.split("-")[0], 16)
-            counted = (device, int(inode)) in files or (address is not None and address[0] <= start < address[1])
-        elif counted and line.startswith(field):
+            start, end = (int(number, 16) for number in span.split("-"))
+            counted = (device, int(inode)) in files or (address is not None and start < address[1] and address[0] < end)
+        elif counted and line.startswith(fields):
             total += int(line.split()[1]) * 1024
     return total
 

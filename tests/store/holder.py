@@ -129,7 +129,10 @@ class Holder:
     def kill(self, number: int = signal.SIGKILL) -> None:
         """End it by a signal and wait until it is gone."""
         os.kill(self.pid, number)
-        self.process.join(30)
+        self.process.join(30 if number == signal.SIGKILL else 3)
+        if self.process.exitcode is None:  # Python drops a KeyboardInterrupt that arrives in some of its callbacks
+            self.process.kill()
+            self.process.join(30)
         assert self.process.exitcode is not None
 
     def close(self) -> None:
