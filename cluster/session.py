@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ OBJECT_STORE_BYTES = 100 << 20
 LOOPBACK = "127.0.0.1"
 RESTARTS = 2
 START_ATTEMPTS = 2
+CONNECT_TIMEOUT = 5.0
 
 
 class SessionError(ValueError):
@@ -104,6 +106,7 @@ def attach(address: str, *, namespace: str, auth: str = "") -> str:
 
     Raises SessionError when there is none at ``address``.
     """
+    _refuse_silence(address)
     quiet_ray_environment()
     if auth:
         os.environ.setdefault("RAY_AUTH_MODE", auth)
@@ -119,6 +122,19 @@ def attach(address: str, *, namespace: str, auth: str = "") -> str:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SessionError(f"no Ray cluster answers at {address!r} ({first}); check --address") from error
     return str(context.address_info["gcs_address"]) if "gcs_address" in context.address_info else address
+
+
+def _refuse_silence(address: str) -> None:
+    """Ray tries a port that nobody listens at for minutes; one look is enough."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()
+    except OSError as error:
+        raise SessionError(
+            f"no Ray cluster answers at {address!r} ({error.strerror or error}); check --address"
+        ) from None
 
 
 def require_gpus(workers: int, per_worker: float) -> None:

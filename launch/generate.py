@@ -82,8 +82,14 @@ def generate(config: RunConfig, *, console: Console) -> RunReport | None:
                 output=str(config.output),
                 auth=os.environ.get("RAY_AUTH_MODE", ""),
             )
+            if ray_address(config) is not None and config.device == "auto":
+                device = _cluster_device()
             with announced(run):
-                console.print(f"run {namespace}; in another terminal: flextensor status | replan --budget 40%")
+                where = f" --address {address} --namespace {namespace}" if ray_address(config) is not None else ""
+                console.print(
+                    f"run {namespace}; in another terminal: flextensor status{where}, flextensor replan --budget 40%{where}",
+                    soft_wrap=True,
+                )
                 report = _run(config, device, packed, work, namespace, console)
         report.show(console)
         if config.report is not None:
@@ -104,6 +110,11 @@ def _resolve_device(config: RunConfig) -> str:
     if config.device == "cuda" and count == 0:
         raise SessionError("device 'cuda' asked for, but there is no CUDA device here; use device 'host' or 'auto'")
     return "cuda" if config.device != "host" and count > 0 else "host"
+
+
+def _cluster_device() -> str:
+    """Real GPUs have an accelerator type in Ray; logical ones, as CPU-only nodes are given for workers, have none."""
+    return "cuda" if any(key.startswith("accelerator_type:") for key in ray.cluster_resources()) else "host"
 
 
 def _open_work(config: RunConfig, console: Console) -> Work:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def test_an_unknown_key_names_the_nearest(make_job: Callable[..., Job]) -> None:
     assert "did you mean 'min_blocks'" in refused(
         "generate", "--config", str(job.config), "--set", "offload.min_block=3"
     )
+
+
+def test_a_cluster_that_does_not_answer(make_job: Callable[..., Job]) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        line = refused("generate", "--config", str(make_job().config), "--address", address)
+    assert address in line and "--address" in line
 
 
 def test_coordinator_settings_are_checked(make_job: Callable[..., Job]) -> None:
