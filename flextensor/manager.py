@@ -190,6 +190,7 @@ class OffloadManager:
                 logger.warning("released all the same: %s", error)
             self._quiesce()
             self.phase = RELEASED
+            self.layout_serial += 1
             for unit in (*self._pieces, *self.units):
                 restore_module(unit.module)
                 unit.module.__dict__.pop("_compiled_call_impl", None)
@@ -321,6 +322,9 @@ class OffloadManager:
         self._take_up_edits()
         self._fresh_step = True
         self._open_units.clear()
+        if self._census.active:
+            # Inductor's CUDA graphs, one a unit, learn here that outputs of the step before may be overwritten.
+            torch.compiler.cudagraph_mark_step_begin()
         if self._warmup is not None:
             self._warmup.begin_step()
             if self.phase == DISCOVERY:

@@ -37,6 +37,11 @@ class CompileCensus:
             self._handler = torch._dynamo.callback.callback_handler
             self._handler.register_start_callback(self._compiling)
 
+    @property
+    def active(self) -> bool:
+        """True between ``start`` and ``stop``: units are compiled."""
+        return self._handler is not None
+
     def stop(self) -> None:
         """Stop counting; again is free."""
         if self._handler is not None and self._compiling in self._handler.start_callbacks:
