@@ -23,12 +23,26 @@ def shm_dir() -> Iterator[str]:
 def small_tmpfs(tmp_path: Path) -> Iterator[str]:
     """A tmpfs of 64 MiB, as docker gives by default."""
     folder = tmp_path / "shm"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode != 0:
+    if not _mount(folder):
         pytest.skip("cannot mount a tmpfs here")
     yield str(folder)
     subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def tmpfs_of_our_own(tmp_path: Path, shm_dir: str) -> Iterator[str]:
+    """A tmpfs that nobody else uses, where one can be mounted; else a folder on the machine's."""
+    folder = tmp_path / "shm"
+    mounted = _mount(folder)
+    yield str(folder) if mounted else shm_dir
+    if mounted:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def _mount(folder: Path) -> bool:
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 @pytest.fixture(autouse=True)
