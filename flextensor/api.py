@@ -111,7 +111,8 @@ def offload(
 
 
 def _refuse_weights_of_others(selection: Selection) -> None:
-    weights = [*(weight for unit in selection.units for weight in unit.weights), *selection.unmatched]
+    owned = [weight for unit in selection.units for weight in unit.weights]
+    weights = [*owned, *selection.unmatched, *selection.loose]
     for other in map(get_offload_manager, registry.names()):
         taken = {id(weight.tensor) for weight in (*other.hosting.managed, *other.hosting.others)}
         for weight in weights:

@@ -262,13 +262,13 @@ class OffloadManager:
         unit = self._blocks.get(name)
         if unit is None:
             unit = self._new_block(name)
-        self._enter(unit, (), {})
         try:
+            self._enter(unit, (), {})
             yield
+            self._leave(unit)
         except BaseException:
             self._abort(unit)
             raise
-        self._leave(unit)
 
     def _new_block(self, name: str) -> int:
         if self.phase != DISCOVERY or not self._selection.loose:

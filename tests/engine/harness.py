@@ -136,6 +136,12 @@ class Pair:
         for _ in range(calls):
             self.call()
 
+    def run_alone(self, calls: int) -> None:
+        """So many calls of the offloaded model only (its copy may be gone); outputs are finite."""
+        for _ in range(calls):
+            assert torch.isfinite(self.model(*self.arguments())).all()
+        self.check_memory()
+
     def to_inference(self) -> None:
         """Through discovery and profiling, every call compared; the plan streams and is within the budget."""
         before = self.copied

@@ -1,0 +1,145 @@
+"""What cannot be done is refused by name, with the value and the remedy, and leaves the model as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flextensor as ft
+from tests.engine.conftest import MakePair
+from tests.engine.harness import noise
+from tests.engine.models import Block, Blocks
+
+
+def config(device: str, **settings: Any) -> ft.OffloadConfig:
+    return ft.OffloadConfig(
+        **{"include_patterns": ("layers.*",), "gpu_device": device, "resident_below_bytes": 256, **settings}
+    )
+
+
+def refused(model: nn.Module, match: str, error: type[BaseException] = ft.OffloadError, **settings: Any) -> None:
+    """``offload`` refuses; the model is plain, has its weights and runs."""
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(error, match=match):
+        ft.offload(model, config(**settings), name="refused")
+    assert "refused" not in ft.registry.names()
+    assert [type(module) for module in model.modules()] == kinds
+    assert {tensor.device.type for tensor in model.parameters()} == {"cpu"}
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    model(torch.randn(2, 48))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "nearest"),
+    [("layres.*", "layers"), ("layers.0.upp", "layers.0.up"), ("class:Blok", "Block"), ("nothing.like.it", "layers")],
+)
+def test_patterns_that_match_nothing_name_the_nearest(device: str, pattern: str, nearest: str) -> None:
+    if pattern == "class:Blok":
+        nearest = "pattern 'class:Blok'"
+    refused(Blocks(), nearest, device=device, include_patterns=("layers.*", pattern))
+
+
+def test_no_patterns_and_patterns_for_modules_without_weights(device: str) -> None:
+    model: nn.Module = Blocks()
+    ft.offload(model, config(device, include_patterns=()), name="empty")
+    with pytest.raises(ft.OffloadError, match="include_patterns is empty.*offload_block"):
+        model(torch.randn(2, 48, device="cpu" if device == "host" else device))
+    ft.release("empty")
+    model = nn.Sequential(nn.Linear(48, 48), nn.Tanh())
+    refused(model, "names no module with weights", device=device, include_patterns=("1",))
+
+
+def test_patterns_by_class_by_list_and_by_parameter(pair: MakePair) -> None:
+    for patterns, units in (
+        (("class:Block",), 6),
+        (("class:tests.engine.models.Block",), 6),
+        (("layers",), 6),
+        (("name:layers.[0-2]",), 3),
+        (("layers.*.up.weight",), 6),
+    ):
+        one = pair(Blocks(), noise(2, 48), patterns=patterns, budget=None)
+        assert len(one.manager.units) == units, patterns
+        one.to_inference()
+        one.replan(one.least())
+
+
+def test_excluded_modules_and_parameters_stay_resident_and_say_why(pair: MakePair) -> None:
+    one = pair(Blocks(), noise(2, 48), exclude_patterns=("layers.1.up", "layers.*.down.weight"), budget=None)
+    one.to_inference()
+    one.replan(one.least())
+    reasons = one.manager.report()["kept_resident"]
+    assert reasons["layers.1.up.weight"] == "excluded" == reasons["layers.4.down.weight"]
+    names = {one.manager._weights[at].name for at in one.manager.plan.offsets}
+    assert "layers.0.up.weight" in names and not any("down.weight" in name for name in names)
+
+
+def test_a_misspelt_setting_and_a_bad_device() -> None:
+    with pytest.raises(ft.ConfigError, match="did you mean 'budget_bytes'"):
+        ft.OffloadConfig(budget_byte=3)
+    for bad in ("gpu", "cuda:x", "cuda:99", 99):
+        with pytest.raises(ft.ConfigError, match="gpu_device"):
+            ft.make_device(ft.OffloadConfig(gpu_device=bad))
+
+
+def test_a_compiled_model_is_refused(device: str) -> None:
+    model = Blocks()
+    model.layers[1].compile(backend="eager")
+    with pytest.raises(ft.OffloadError, match=r"layers\.1 is compiled"):
+        ft.offload(model, config(device), name="refused")
+
+
+def test_a_budget_below_the_least_names_it_and_the_model_goes_on(pair: MakePair) -> None:
+    one = pair(Blocks(), noise(2, 48), budget=1000, under_model=True)
+    one.run(2)
+    with pytest.raises(ft.BudgetError, match="at least") as caught:
+        one.model(*one.arguments())
+    one.run(2)
+    with pytest.raises(ft.BudgetError):
+        one.manager.replan(caught.value.needed - 1)
+    one.budget = caught.value.needed
+    one.replan(caught.value.needed)
+    one.streams(3)
+    assert one.manager.report()["device_weight_bytes"] <= caught.value.needed
+
+
+def test_a_device_too_small_for_one_unit_or_for_the_rest_is_refused_before_the_first_call() -> None:
+    unit = 4 * (2 * 48 * 131 + 48 + 131 + 96)
+    refused(Blocks(), "no room for the largest unit", ft.BudgetError, device="host", host_memory_bytes=unit // 2)
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Block(48, 8)])
+            self.head = nn.Linear(48, 4000)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layers[0](x))
+
+    refused(Wide(), "weights of no unit take", ft.BudgetError, device="host", host_memory_bytes=100_000)
+
+
+def test_budgets_are_capped_by_what_is_free(pair: MakePair, device: str) -> None:
+    if device != "host":
+        pytest.skip("the host device's memory can be set exactly")
+    one = pair(Blocks(), noise(2, 48), budget=None, host_memory_bytes=200_000)
+    assert one.model_bytes > 200_000
+    one.to_inference()
+    one.streams(3)
+    other = pair(Blocks(), noise(2, 48), budget=None, max_gpu_mem_fraction=0.5, host_memory_bytes=400_000)
+    other.to_inference()
+    other.streams(3)
+    assert other.manager.report()["device_weight_bytes"] <= 200_000
+
+
+def test_a_model_that_never_calls_its_units_keeps_working(pair: MakePair) -> None:
+    class Idle(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x)
+
+    one = pair(Idle(), noise(2, 48))
+    one.run(5)
+    assert one.manager.phase == "profiling" and one.copied < one.model_bytes

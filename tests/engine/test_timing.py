@@ -1,0 +1,155 @@
+"""Transfer, compute and wait of each visit; host time of the loader."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import flextensor as ft
+from tests.engine.conftest import MakePair
+from tests.engine.harness import Pair, noise
+from tests.engine.models import Blocks, delay_compute
+
+
+class Sleepers(nn.Module):
+    """Units with 64 KiB of weights and a compute time of one's choice."""
+
+    def __init__(self, count: int = 5, seconds: float = 2e-3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sleeper(seconds) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Sleeper(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.lin = nn.Linear(128, 128, bias=False)
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        delay_compute(x, self.seconds)
+        return self.lin(x)
+
+
+def test_every_step_is_timed_on_request_and_forgotten_on_request(pair: MakePair) -> None:
+    one = pair(Sleepers(), noise(1, 128), offload_timing="eager", budget=0.6, link=1e8)
+    assert ft.collect_offload_timing(one.name) == []
+    one.to_inference()
+    ft.reset_offload_timing(one.name)
+    one.run(6)
+    rows = ft.collect_offload_timing(one.name)
+    assert [row.unit for row in rows] == [f"layers.{at}" for at in range(5)]
+    assert len(one.manager.sampled_steps()) == 6
+    plan = one.manager.plan
+    for visit, row in enumerate(rows):
+        copies = [copy.nbytes for copy in plan.copies if copy.visit == visit]
+        assert row.streamed_bytes == sum(copies)
+        assert row.compute[0] <= row.compute[1] <= row.compute[2] and row.wait[0] >= 0
+        assert row.compute[1] >= 1.5e-3
+        if copies and one.device.type == "cpu":
+            assert row.transfer[0] >= 0.9 * sum(copies) / 1e8
+    table = ft.format_offload_timing_table(rows)
+    assert len(table.splitlines()) == 6 and "layers.3" in table and "wait ms" in table
+    ft.reset_offload_timing(one.name)
+    assert one.manager.sampled_steps() == [] and not ft.update_offload_timing(one.name)
+    one.run(3)
+    assert len(one.manager.sampled_steps()) <= 3
+
+
+def test_a_slow_link_shows_as_wait_and_not_as_compute(pair: MakePair, device: str) -> None:
+    if device != "host":
+        pytest.skip("the host device's link can be set")
+    one = pair(Sleepers(seconds=0), noise(1, 128), offload_timing="eager", budget=0.45, link=2e7)
+    one.to_inference()
+    ft.reset_offload_timing(one.name)
+    one.run(5)
+    rows = ft.collect_offload_timing(one.name)
+    waited, computed = sum(row.wait[1] for row in rows), sum(row.compute[1] for row in rows)
+    floor = one.manager.plan.streamed_bytes / 2e7
+    assert waited > 0.8 * floor > computed
+    live = one.manager.live()
+    assert live.stall_seconds > 0.8 * floor and live.transfer_bytes == one.manager.plan.streamed_bytes
+    assert 1e7 < live.link_bytes_per_second <= 2.1e7
+    assert abs(live.step_seconds - floor) < 0.5 * floor
+    prediction = one.manager.plan.prediction
+    assert prediction is not None and 0.8 * floor < prediction.step_seconds < 1.3 * live.step_seconds
+
+
+def test_one_step_in_eight_is_timed_by_itself(pair: MakePair) -> None:
+    one = pair(Blocks(), noise(2, 48))
+    one.to_inference()
+    one.run(33)
+    one.manager.collect_offload_timing()
+    assert 3 <= len(one.manager.sampled_steps()) <= 5
+    live = one.manager.live()
+    assert live.steps == 36 and live.step_seconds > 0 and live.compute_seconds > 0
+
+
+def test_samples_do_not_outlive_a_replan(pair: MakePair) -> None:
+    one = pair(Blocks(), noise(2, 48), offload_timing="eager")
+    one.to_inference()
+    one.run(5)
+    one.replan(one.least(), calls=2)
+    assert len(one.manager.sampled_steps()) <= 2
+    assert len(one.manager.collect_offload_timing()) == 6
+
+
+def test_measured_transfer_follows_the_link(pair: MakePair, device: str) -> None:
+    if device != "host":
+        pytest.skip("the host device's link can be set")
+    one = pair(Sleepers(), noise(1, 128), offload_timing="eager", budget=0.6, link=4e7)
+    one.to_inference()
+    one.manager.device.link.bytes_per_second = 1e7
+    one.run(4)
+    one.manager.collect_offload_timing()
+    curve = one.manager.measure_transfer()
+    assert 0.6e7 < curve.bandwidth < 1.4e7
+    one.replan(2 * one.model_bytes)
+    one.manager.reset_offload_timing()
+    assert 0.6e7 < one.manager.measure_transfer().bandwidth < 1.4e7
+
+
+@pytest.mark.gpu
+def test_the_loader_takes_twenty_microseconds_of_host_time_a_unit() -> None:
+    class Nothing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Nothing() for _ in range(100))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    one = Pair(Many(), noise(1, 4), device="cuda", budget=0.5)
+    one.to_inference()
+    x = torch.randn(1, 4, device="cuda")
+    seconds = [_step_seconds(one.model, x) for _ in range(20)]
+    plain = [_step_seconds(one.reference, x) for _ in range(20)]
+    a_unit = (min(seconds) - min(plain)) / 100
+    one.release()
+    assert a_unit <= 20e-6, f"{a_unit * 1e6:.1f} microseconds a unit"
+
+
+def _step_seconds(model: nn.Module, x: torch.Tensor) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    model(x)
+    spent = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return spent
