@@ -71,6 +71,8 @@ class BatchJob:
             self._tell()
         self.progress = replace(self.progress, finished=True, updated=time.time())
         self._tell(now=True)
+        summary = {"done": self.progress.done, "failed": self.progress.failed, "tokens": self.progress.tokens}
+        self._pool.coordinator.event.remote("job_finished", summary)
         return self.progress
 
     def _feed(self) -> None:

@@ -86,10 +86,8 @@ def generate(config: RunConfig, *, console: Console) -> RunReport | None:
                 device = _cluster_device()
             with announced(run):
                 where = f" --address {address} --namespace {namespace}" if ray_address(config) is not None else ""
-                console.print(
-                    f"run {namespace}; in another terminal: flextensor status{where}, flextensor replan --budget 40%{where}",
-                    soft_wrap=True,
-                )
+                commands = f"flextensor status{where} | flextensor replan --budget 40%{where}"
+                console.print(f"run {namespace}; in another terminal: {commands}", soft_wrap=True)
                 report = _run(config, device, packed, work, namespace, console)
         report.show(console)
         if config.report is not None:
