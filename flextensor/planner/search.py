@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 SAME_TIME = 2e-4
 """Steps whose times differ by less than this share count as equally fast; then fewer bytes win."""
 
-EFFORT = 100_000
-"""Tensors placed by each closer look; a third of it for models of many tensors, where a trial wins less."""
+EFFORT = 60_000
+"""Tensors placed by each closer look; half of it for models of many tensors, where a trial wins less."""
 
 MANY_TENSORS = 400
 
@@ -99,7 +99,7 @@ class _Search:
             for setting in self._grid():
                 self._look(setting)
             for factors in ((1.25, 1.1, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5), (1.06, 1.03, 0.98, 0.96, 0.93)):
-                end = self.judge.spent + self._effort()
+                end = self.judge.spent + self._effort(moves=False)
                 for setting in self._closer(factors):
                     if self.judge.spent < end:
                         self._look(setting)
@@ -139,9 +139,12 @@ class _Search:
             arenas.update(align(int(low * (most / low) ** (i / 8))) for i in range(8))
         yield from self._settings((a for a in sorted(arenas, reverse=True) if a <= most), (1.0, 0.67, 0.5, 0.34))
 
-    def _effort(self) -> int:
+    def _effort(self, *, moves: bool) -> int:
         tensors = len(self.judge.everything)
-        return EFFORT // (2 if tensors <= FEW else 3 if tensors >= MANY_TENSORS else 1)
+        if tensors <= FEW:
+            # Each set of a small model is soon tried: spreads around the best tell less.
+            return EFFORT // (2 if moves else 16)
+        return EFFORT // (2 if tensors >= MANY_TENSORS else 1)
 
     def _closer(self, factors: tuple[float, ...]) -> Iterator[_Setting]:
         """Around the best of the grid."""
@@ -223,7 +226,7 @@ class _Search:
 
     def _improve(self) -> None:
         """From the best point, until no move helps or the effort is spent."""
-        end = self.judge.spent + self._effort()
+        end = self.judge.spent + self._effort(moves=True)
         every = len(self.judge.everything) <= SO_FEW_THAT_ALL
         better = True
         while better and self.judge.spent < end:
