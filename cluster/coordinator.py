@@ -158,7 +158,7 @@ class Coordinator:
             paused=self._paused,
             workers=tuple(states),
             job=self._job,
-            epochs=self._history.records,
+            epochs=self._history.records(self._slowest_step()),
             missing=tuple(missing),
         )
 
@@ -269,8 +269,7 @@ class Coordinator:
         )
 
     async def _prepare(self, members: list[Member], number: int, proposals: Proposals, budgets: Budgets) -> None:
-        slowest = max((m.state.step_seconds for m in members if m.state is not None), default=0.0)
-        timeout = max(self._options.prepare_timeout, 3 * slowest)
+        timeout = max(self._options.prepare_timeout, 3 * self._slowest_step())
         epoch = self._epoch + 1
         await self._ask_all(
             "prepare",
@@ -296,7 +295,7 @@ class Coordinator:
         self._epoch = outcome.epoch
         asked = request.budget is not None or request.latency
         budget = request.budget if asked else next(iter(budgets.values()), None)
-        before = max((m.state.step_seconds for m in self._joined() if m.state is not None), default=0.0)
+        before = self._slowest_step()
         epoch = self._history.begin(outcome.epoch, request.reason, budget, parked=outcome.parked_seconds, before=before)
         for rank, proposal in proposals.items():
             epoch.put(rank, proposal.plan, budgets.get(rank))
@@ -453,6 +452,9 @@ class Coordinator:
 
     def _joined(self) -> list[Member]:
         return [m for _, m in sorted(self._members.items()) if m.joined and not m.lost]
+
+    def _slowest_step(self) -> float:
+        return max((m.state.step_seconds for m in self._joined() if m.state is not None), default=0.0)
 
     def _add(self, member: Member) -> None:
         member.watcher = self._spawn(self._watch(member))

@@ -49,9 +49,12 @@ class PlanHistory:
         """The epoch before: where a rollback goes."""
         return self._epochs[-2] if len(self._epochs) > 1 else None
 
-    @property
-    def records(self) -> tuple[EpochRecord, ...]:
-        return tuple(epoch.record for epoch in self._epochs)
+    def records(self, now: float) -> tuple[EpochRecord, ...]:
+        """What is told of each epoch. ``now``: what a step of the slowest worker takes at present."""
+        told = [epoch.record for epoch in self._epochs]
+        if told and not told[-1].measured_step_seconds:
+            told[-1] = replace(told[-1], measured_step_seconds=now)
+        return tuple(told)
 
     def begin(self, number: int, reason: str, budget: Budget, *, parked: float = 0.0, before: float = 0.0) -> Epoch:
         """A new epoch is in force. ``before``: what a step took in the one that ends."""
