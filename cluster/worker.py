@@ -108,12 +108,7 @@ class Worker:
                 f"task {start.task!r}: after warm_up the manager is still in phase {self._manager.phase!r}; "
                 f"run {self._manager.iters_before_inference} steps there"
             )
-        if isinstance(start.budget, float):
-            # A share of the weights is known in bytes only once the model is there.
-            self._plan = self._solved(start.budget, None)
-            self._manager.stage(self._plan, epoch=self._manager.epoch)
-        else:
-            self._plan = self._manager.plan
+        self._plan = self._manager.plan
         self._task = task
         self._phase = "ready"
         self._say("")
@@ -326,7 +321,9 @@ class Worker:
 
 
 def _budget_settings(budget: Budget) -> dict[str, Any]:
-    return {"budget_bytes": budget} if isinstance(budget, int) else {}
+    if budget is None:
+        return {}
+    return {"budget_bytes": budget} if isinstance(budget, int) else {"budget_fraction": budget}
 
 
 def _engine_state(manager: Any) -> dict[str, Any]:

@@ -86,6 +86,8 @@ class OffloadConfig(BaseModel):
     """None: latency mode (least memory that costs no time). A fraction of device memory: least time within it."""
     budget_bytes: int | None = None
     """Memory mode in bytes of weights on the device (``"6GiB"``); wins over ``max_gpu_mem_fraction``."""
+    budget_fraction: float | None = Field(None, gt=0, le=1)
+    """Memory mode as a share of the model's own weights; ``budget_bytes`` wins over it."""
     transfer_budget_scale: float = Field(1.0, gt=0)
     """Latency mode: how much of the compute time copies may fill before a tensor is kept resident."""
     discovery_iters: int = Field(1, ge=1)

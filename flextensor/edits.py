@@ -6,14 +6,15 @@ management; anything else that would be lost at the next fetch is refused with t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from flextensor.units import OffloadError, Weight
+from flextensor.store import HostStore
+from flextensor.units import CHANGED_BY_FORWARD, OffloadError, Unit, Weight
 
 REMEDY = "change weights through `with manager.edit_weights(name) as tensors:`"
 
@@ -93,3 +94,85 @@ class WeightWatch:
         for entry in self._entries:
             if entry.weight is weight:
                 entry.version = entry.tensor._version
+
+
+class WeightEdits:
+    """Takes up what was done to the weights. ``index_by_id``: id(tensor) -> weight index, kept right."""
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        pieces: Sequence[Unit],
+        store: HostStore,
+        device: torch.device,
+        index_by_id: dict[int, int],
+    ) -> None:
+        self._weights, self._pieces, self._store, self._device = weights, pieces, store, device
+        self._index_by_id = index_by_id
+        self._watch = WeightWatch(weights)
+
+    def index_of(self, name: str) -> int:
+        """The index of the weight that has this name among its names. Raises OffloadError when none has."""
+        for at, weight in enumerate(self._weights):
+            if name in weight.names:
+                return at
+        raise OffloadError(f"no managed weight named {name!r}")
+
+    def look(self, edited: list[int], resident: Set[int], traced: Set[int]) -> None:
+        """Add to ``edited`` the indexes of weights whose host bytes have changed since the last look.
+
+        ``resident``: weights on the device for good. ``traced``: units that ran inside somebody's graph, whose boundary
+        ops say that they write to the weights, which they do not.
+        Raises OffloadError for a change that is lost or of another form; what was found before it is in ``edited``.
+        """
+        for entry in self._watch.changed():
+            weight = entry.weight
+            at = self.index_of(weight.name)
+            new = self._watch.replacement(entry)
+            if new is not None:
+                self._adopt(entry, new)
+                if weight.resident_reason == CHANGED_BY_FORWARD and new.device == self._device:
+                    continue
+                self._store.make_private(weight.name).copy_(new.detach())
+            elif weight.resident_reason == CHANGED_BY_FORWARD or any(
+                weight in self._pieces[unit].weights for unit in traced
+            ):
+                self._watch.accept(weight)
+                continue
+            elif at in resident:
+                self._store.make_private(weight.name).copy_(weight.tensor.detach())
+                self._watch.accept(weight)
+            else:
+                self._watch.accept(weight)
+                edited.append(at)  # the slot it went to may hold another weight's bytes
+                raise OffloadError(
+                    f"weight {weight.name!r} is streamed and was written in place; the change went to a slot and is "
+                    f"lost: {REMEDY}"
+                )
+            edited.append(at)
+
+    def keep_what_forward_changed(self, unit: int) -> None:
+        """A weight that the unit's forward writes to or replaces is state: it stays on the device from now on."""
+        for entry in self._watch.changed():
+            weight = entry.weight
+            if weight not in self._pieces[unit].weights:
+                continue
+            new = self._watch.replacement(entry)
+            if new is not None:
+                self._adopt(entry, new)
+            self._store.make_private(weight.name).copy_(weight.tensor.detach())
+            weight.resident_reason = weight.resident_reason or CHANGED_BY_FORWARD
+            self._watch.accept(weight)
+
+    def save_state(self) -> None:
+        """What the forward itself changes has its truth on the device; the host copy follows."""
+        for weight in self._weights:
+            if weight.resident_reason == CHANGED_BY_FORWARD:
+                self._store.make_private(weight.name).copy_(weight.tensor.detach())
+
+    def _adopt(self, entry: WatchedWeight, new: torch.Tensor) -> None:
+        """The weight's tensor object is ``new`` from now on."""
+        index = self._index_by_id.pop(id(entry.weight.tensor), None)
+        self._watch.adopt(entry, new)
+        if index is not None:
+            self._index_by_id[id(new)] = index

@@ -55,6 +55,8 @@ class Hosting:
         in_store = set(stored)
         self.unstored = list(dict.fromkeys(w for w in (*owned, *selection.loose) if w not in in_store))
         """Weights of units that no store can hold as they are (holes, overlaps, tensor subclasses): resident."""
+        self.unmatched = selection.unmatched
+        """Weights of no unit."""
         self.others = [*self.unstored, *selection.unmatched]
         """All weights that lie on the device whatever the plan."""
         for weight in (*stored, *self.others):

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import statistics
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,28 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from flextensor import measure, registry
+from flextensor import measure, planning, registry
 from flextensor.compile import graphs
 from flextensor.compile.census import CompileCensus, CompileReport
 from flextensor.compile.correction import apply_correction
 from flextensor.compile.limits import bump_dynamo_limits_for_compiled_offload
 from flextensor.compile.tail import ReplanTail, StrategyReplanStatus
 from flextensor.config import OffloadConfig
-from flextensor.discovery import WarmupTrap
-from flextensor.edits import REMEDY, WatchedWeight, WeightWatch
+from flextensor.edits import WeightEdits
 from flextensor.hosting import Hosting
+from flextensor.live import LiveTiming, live_timing
 from flextensor.modules import UnitHandle, guard_inside, is_offloaded, offload_module, plain_twin, restore_module
-from flextensor.planner.plan import BudgetError, Plan
-from flextensor.planner.search import search
-from flextensor.profile import Profile, ProfileMismatch, StepKind, TensorInfo, TransferCurve, UnitInfo
+from flextensor.planner.plan import BudgetError, Plan, align
+from flextensor.profile import Profile, TransferCurve
+from flextensor.reporting import build_report
 from flextensor.runtime import ops
 from flextensor.runtime.device import Device
 from flextensor.runtime.loader import Loader
 from flextensor.runtime.memory import DeviceWeights, WeightTable
 from flextensor.runtime.timing import Recorder, StepTimes, VisitSummary, summarise
-from flextensor.units import CHANGED_BY_FORWARD, OffloadError, Selection, Unit, Weight, pieces_of, refuse_kept_views
+from flextensor.saved_profiles import Subject
+from flextensor.units import OffloadError, Selection, Unit, pieces_of, refuse_kept_views
+from flextensor.warmup import Warmup
 
 logger = logging.getLogger(__name__)
 
@@ -47,21 +48,6 @@ DISCOVERY, PROFILING, INFERENCE, RELEASED = "discovery", "profiling", "inference
 
 SAMPLE_EVERY = 8
 """One step in so many is timed while ``offload_timing`` is off: enough for live figures, nothing on the hot path."""
-
-
-@dataclass(frozen=True)
-class LiveTiming:
-    """Recent steps, medians. Seconds and bytes; zeros where nothing was sampled yet."""
-
-    step_seconds: float
-    compute_seconds: float
-    stall_seconds: float
-    transfer_seconds: float
-    transfer_bytes: int
-    link_bytes_per_second: float
-    steps: int
-    unforeseen_visits: int
-    copied_bytes_total: int
 
 
 class OffloadManager:
@@ -84,7 +70,7 @@ class OffloadManager:
         self.device = device
         self.hosting = hosting
         self.units: list[Unit] = selection.units
-        self.phase = DISCOVERY
+        self.phase = PROFILING if config.skip_discovery else DISCOVERY
         self.epoch = 0
         self.plan: Plan | None = None
         self.profile: Profile | None = None
@@ -100,25 +86,33 @@ class OffloadManager:
         self._blocks: dict[str, int] = {}
         self._reads: list[list[int]] = [[position[id(w)] for w in piece.weights] for piece in self._pieces]
         self._table = WeightTable(self._weights, hosting.store)
-        self._watch = WeightWatch(self._weights)
+        self._edits = WeightEdits(self._weights, self._pieces, hosting.store, device.torch_device, self._index)
         self._copy_stream = device.new_stream()
         self._memory = DeviceWeights(self._table, device, self._copy_stream)
         self._sampling = 1 if config.offload_timing == "eager" else SAMPLE_EVERY
         self._recorder = Recorder(device, every=self._sampling)
         self._recorder.capture_events = config.offload_timing == "cuda_graph"
-        self._warmup: measure.WarmupRecorder | None = measure.WarmupRecorder(device)
-        self._trap: WarmupTrap | None = None
         self._open_units: list[int] = []
+        self._warmup: Warmup | None = Warmup(
+            device,
+            config,
+            self._weights,
+            self._reads,
+            index_of=self._index,
+            open_units=self._open_units,
+            resident=lambda weight: weight in self._loader.plan.resident,
+            fetch=lambda weight: self._table.view(weight, self._table.source(weight).to(device.torch_device)),
+        )
         self._lock = threading.RLock()
         self._staged: tuple[Plan, int | None] | None = None
         self._callbacks: list[Callable[[int], None]] = []
         self._step = 0
         self._in_root = False
         self._fresh_step = False
+        self._from_saved_profile = False
+        self._measured_kinds: set[str] = set()
+        self._measuring_kind = False
         self._kind_counts: Counter[str] = Counter()
-        self._warmup_steps = 0
-        self._warmup_paused = False
-        self._activation_bytes = 0
         self._copied_before = 0
         self._unforeseen_before = 0
         self._tail = ReplanTail()
@@ -141,13 +135,13 @@ class OffloadManager:
                 if self._weights[tensor].resident_reason:
                     continue
                 if tensor in offsets:
-                    end = max(end, offsets[tensor] + _aligned(self._weights[tensor].nbytes))
+                    end = max(end, offsets[tensor] + align(self._weights[tensor].nbytes))
                 else:
                     offsets[tensor] = end
-                    end += _aligned(self._weights[tensor].nbytes)
+                    end += align(self._weights[tensor].nbytes)
             arena = max(arena, end)
         resident = frozenset(i for i, weight in enumerate(self._weights) if weight.resident_reason)
-        resident_bytes = sum(_aligned(self._weights[i].nbytes) for i in resident)
+        resident_bytes = sum(align(self._weights[i].nbytes) for i in resident)
         plan = Plan((), resident, offsets, arena, (), resident_bytes, resident_bytes + arena, 0)
         try:
             self._memory.apply(plan)
@@ -178,6 +172,8 @@ class OffloadManager:
         self._root = _RootHandle(self)
         offload_module(self.model, self._root)
         self._remove_hooks = self.hosting.install_state_dict_hooks()
+        if self.phase == PROFILING and self._compile_fn is not None and self.config.profile_mode == "view":
+            self._compile_units()
 
     def release(self) -> None:
         """Make the model a plain one, its weights in host memory, and give all memory back. Again is free."""
@@ -195,7 +191,7 @@ class OffloadManager:
                 restore_module(unit.module)
                 unit.module.__dict__.pop("_compiled_call_impl", None)
             restore_module(self.model)
-            self._save_state()
+            self._edits.save_state()
             for remove in self._remove_hooks:
                 remove()
             self._memory.clear()
@@ -215,28 +211,32 @@ class OffloadManager:
             kind = measure.kind_of(args, kwargs)
             self._kind_counts[kind] += 1
             self._loader.name_step(kind)
+            if self.phase == INFERENCE and kind not in self._measured_kinds:
+                self._measured_kinds.add(kind)
+                self._measuring_kind = True
+                self.device.reset_peak()
             if self._warmup is not None:
-                self._warmup.name_step(kind)
+                self._warmup.recorder.name_step(kind)
         if torch.is_grad_enabled():
             self._refuse_gradients(unit, args, kwargs)
-        if self._trap is not None and self._pieces[unit].module._compiled_call_impl is not None:
+        if self.phase == DISCOVERY and self._pieces[unit].module._compiled_call_impl is not None:
             raise OffloadError(
                 f"unit {self._pieces[unit].name!r} was compiled during discovery, which must run eagerly; compile "
                 f"after {self.iters_before_inference} calls of the model, when the phase is 'inference'"
             )
         warmup = self._warmup
         if warmup is not None:
-            warmup.arrive(unit)
+            warmup.recorder.arrive(unit)
         self._loader.enter(unit)
         self._open_units.append(unit)
         self._census.called.add(unit)
         if warmup is not None:
-            warmup.start()
+            warmup.recorder.start()
 
     def _leave(self, unit: int) -> None:
         if self._warmup is not None:
-            self._warmup.end()
-            self._keep_what_forward_changed(unit)
+            self._warmup.recorder.end()
+            self._edits.keep_what_forward_changed(unit)
         self._open_units.pop()
         self._loader.exit(unit)
 
@@ -294,22 +294,55 @@ class OffloadManager:
         self._in_root = True
         try:
             self._begin_step()
-            with self._trap or contextlib.nullcontext():
+            with (self._warmup.trap if self._warmup is not None else None) or contextlib.nullcontext():
                 result = call(*args, **kwargs)
         except BaseException as error:
             self._open_units.clear()
+            if isinstance(error, torch.OutOfMemoryError) and self.phase == INFERENCE:
+                self._give_way()
             if self._warmup is not None:
-                self._warmup.finish_step(keep=False)
+                self._warmup.drop_step()
             if not isinstance(error, Exception):
                 self._loader.distrust()
             raise
         finally:
             self._in_root = False
-        if self._warmup is not None and not self._warmup_paused:
-            self._finish_warmup_step()
+        if self._warmup is not None:
+            self._finish_warmup_step(self._warmup)
         elif self._tail.state == "in_progress" and not self._tail.manual:
             self._advance_tail()
+        if self._measuring_kind:
+            self._measuring_kind = False
+            self._make_room()
         return result
+
+    def _make_room(self) -> None:
+        """A kind of step ran for the first time since the profile: when it needs more than the profile's steps did, and
+        the configuration's share of the device is exceeded by it, weights give way at the next step."""
+        assert self.profile is not None
+        beyond = self.device.peak_bytes() - self._memory.nbytes - self.hosting.other_bytes
+        if beyond <= self.profile.activation_bytes or self.plan is None:
+            return
+        self.profile = replace(self.profile, activation_bytes=beyond)
+        if planning.fits(self.plan, self.profile, self._room(), self.config):
+            return
+        try:
+            self.stage(self.solve_configured())
+            logger.info("a new kind of step takes %d bytes beside weights; planning anew", beyond)
+        except BudgetError as error:
+            logger.warning("a new kind of step takes %d bytes beside weights, which cannot give way: %s", beyond, error)
+
+    def _give_way(self) -> None:
+        """A step ran out of memory: the next one has fewer weights on the device."""
+        try:
+            plan = planning.after_out_of_memory(self.current_profile(), self._room(), self.config)
+        except (BudgetError, OffloadError):
+            plan = None
+        if plan is None:
+            logger.warning("out of memory in a step, and no plan has fewer weights on the device")
+            return
+        logger.warning("out of memory in a step; weights take %d bytes from the next one on", plan.weight_bytes)
+        self.stage(plan)
 
     def _begin_step(self) -> None:
         index, self._step = self._step, self._step + 1
@@ -327,9 +360,6 @@ class OffloadManager:
             torch.compiler.cudagraph_mark_step_begin()
         if self._warmup is not None:
             self._warmup.begin_step()
-            if self.phase == DISCOVERY:
-                self._set_trap()
-            self.device.reset_peak()
         self._loader.begin_step("")
 
     def on_step_boundary(self, callback: Callable[[int], None]) -> Callable[[], None]:
@@ -342,132 +372,36 @@ class OffloadManager:
     @property
     def iters_before_inference(self) -> int:
         """Calls of the model until the phase is ``inference``, counted from ``offload``."""
-        if self.phase == INFERENCE and self._warmup_steps == 0:
+        if self._from_saved_profile:
             return 0
-        return self._discovery_iters + self.config.profiling_iters
+        discovery = 0 if self.config.skip_discovery else self.config.discovery_iters
+        return discovery + self.config.profiling_iters
 
-    @property
-    def _discovery_iters(self) -> int:
-        return 0 if self.config.skip_discovery else self.config.discovery_iters
-
-    def _set_trap(self) -> None:
-        if self._trap is None and not self.config.skip_discovery:
-            self._trap = WarmupTrap(
-                self._index,
-                lambda: self._open_units[-1] if self._open_units else None,
-                lambda tensor, unit: (
-                    tensor in self._loader.plan.resident or (unit is not None and tensor in self._reads[unit])
-                ),
-                lambda tensor: self._table.view(tensor, self._table.source(tensor).to(self.device.torch_device)),
-            )
-
-    def _keep_what_forward_changed(self, unit: int) -> None:
-        """A weight that the unit's forward writes to or replaces is state: it stays on the device from now on."""
-        for entry in self._watch.changed():
-            weight = entry.weight
-            if weight not in self._pieces[unit].weights:
-                continue
-            new = self._watch.replacement(entry)
-            if new is not None:
-                self._adopt(entry, new)
-            self.hosting.store.make_private(weight.name).copy_(weight.tensor.detach())
-            weight.resident_reason = weight.resident_reason or CHANGED_BY_FORWARD
-            self._watch.accept(weight)
-
-    def _adopt(self, entry: WatchedWeight, new: torch.Tensor) -> None:
-        """The weight's tensor object is ``new`` from now on."""
-        index = self._index.pop(id(entry.weight.tensor), None)
-        self._watch.adopt(entry, new)
-        if index is not None:
-            self._index[id(new)] = index
-
-    def _finish_warmup_step(self) -> None:
-        assert self._warmup is not None
-        self._warmup_steps += 1
-        profiling = self._warmup_steps > self._discovery_iters
-        self._warmup.finish_step(keep=profiling)
-        beyond = self.device.peak_bytes() - self._memory.nbytes - self.hosting.other_bytes
-        self._activation_bytes = max(self._activation_bytes, beyond)
-        if self.phase == DISCOVERY and self._warmup_steps >= self._discovery_iters:
-            self._end_discovery()
-        if profiling and self._warmup_steps >= self._discovery_iters + self.config.profiling_iters:
-            self._end_profiling()
-
-    def _end_discovery(self) -> None:
-        refuse_kept_views(self.model, self._weights, self._memory.spans())
-        trap, self._trap = self._trap, None
-        if trap is not None:
-            for unit, tensors in trap.reads.items():
-                if unit is None:
-                    for tensor in tensors:
-                        weight = self._weights[tensor]
-                        weight.resident_reason = weight.resident_reason or "read outside every unit"
-                else:
-                    self._reads[unit] = list(dict.fromkeys([*self._reads[unit], *tensors]))
-        self._settle_blocks()
-        self.phase = PROFILING
-        self._quiesce()
-        self._loader = self._on_demand_loader()
-        if self._compile_fn is not None and self.config.profile_mode == "view":
-            self._compile_units()
-
-    def _settle_blocks(self) -> None:
-        """Manual regions own what they were seen to read; loose weights of no region stay resident."""
-        if not self._selection.loose:
+    def _finish_warmup_step(self, warmup: Warmup) -> None:
+        milestone = warmup.finish_step(self._memory.nbytes + self.hosting.other_bytes)
+        if not milestone:
             return
-        if not self._blocks:
-            raise OffloadError(
-                "include_patterns is empty and the forward entered no offload_block() region: nothing is offloaded"
-            )
-        for unit in self._blocks.values():
-            self._pieces[unit].weights = [self._weights[tensor] for tensor in self._reads[unit]]
-        read = {tensor for row in self._reads for tensor in row}
-        for at, weight in enumerate(self._weights):
-            if at not in read:
-                weight.resident_reason = weight.resident_reason or "read in no region"
-
-    def _end_profiling(self) -> None:
-        assert self._warmup is not None
         refuse_kept_views(self.model, self._weights, self._memory.spans())
+        if milestone == "discovered":
+            warmup.end_discovery(self._pieces, list(self._blocks.values()), self._selection.loose)
+            self.phase = PROFILING
+            self._quiesce()
+            self._loader = self._on_demand_loader()
+            if self._compile_fn is not None and self.config.profile_mode == "view":
+                self._compile_units()
+            return
         self.device.synchronize()
-        steps = [step for step in self._warmup.steps if step.visits]
-        if not steps:
-            logger.warning("no unit ran during profiling; still fetching on demand")
-            return
-        for step in steps:
-            for visit in step.visits:
-                if visit.nested:
-                    for tensor in self._reads[visit.unit]:
-                        weight = self._weights[tensor]
-                        weight.resident_reason = weight.resident_reason or "its visit lies inside another unit's"
-        visits = Counter(step.units() for step in steps).most_common(1)[0][0]
-        kinds = measure.kinds_from_warmup(steps, visits)
-        self.profile = self._make_profile(visits, kinds, self._measure_curve())
-        self._warmup = None
-        self._save_to_storage()
-        self._start_inference()
+        if warmup.end_profiling():
+            curve = self._measure_curve()
+            self.profile = self._subject().profile(warmup.visits, warmup.kinds, curve, warmup.activation_bytes)
+            self._warmup = None
+            self._save_to_storage()
+            self._start_inference()
 
-    def _make_profile(self, visits: tuple[int, ...], kinds: tuple[StepKind, ...], curve: TransferCurve) -> Profile:
-        stored = self.hosting.store.layout.by_name
-        return Profile(
-            tensors=tuple(
-                TensorInfo(
-                    weight.name,
-                    weight.nbytes,
-                    stored[weight.name].offset,
-                    keep_resident=bool(weight.resident_reason),
-                    reason=weight.resident_reason,
-                )
-                for weight in self._weights
-            ),
-            units=tuple(UnitInfo(u.name, tuple(r)) for u, r in zip(self._pieces, self._reads, strict=True)),
-            visits=visits,
-            kinds=kinds,
-            transfer=curve,
-            other_bytes=self.hosting.other_bytes,
-            activation_bytes=max(self._activation_bytes, 0),
-            device=self.device.name,
-            meta={"dtypes": sorted({str(weight.tensor.dtype) for weight in self._weights})},
+    def _subject(self) -> Subject:
+        """Whose profile is made, saved and loaded."""
+        return Subject(
+            self._weights, self._pieces, self._reads, self.hosting.store, self.device.name, self.hosting.other_bytes
         )
 
     def _measure_curve(self) -> TransferCurve:
@@ -492,6 +426,8 @@ class OffloadManager:
             apply_correction()
             self._census.start()
         self.phase = INFERENCE
+        assert self.profile is not None
+        self._measured_kinds.update(kind.name for kind in self.profile.kinds)
         self._switch(self.solve_configured(), None)
         self._unforeseen_before = 0  # until now every visit was, by design
 
@@ -518,58 +454,22 @@ class OffloadManager:
                 f"the model is still in {self.phase}; a plan needs a profile: run the model "
                 f"{self.iters_before_inference} times first"
             )
-        other = profile.other_bytes
-        nbytes: int | None = None
-        if budget is not None:
-            whole = sum(_aligned(tensor.nbytes) for tensor in profile.tensors) + other
-            nbytes = int(budget * whole) if isinstance(budget, float) else budget
-        try:
-            return search(
-                profile,
-                budget_bytes=None if nbytes is None else nbytes - other,
-                num_blocks=self.config.num_blocks,
-                min_blocks=self.config.min_blocks,
-                transfer_budget_scale=self.config.transfer_budget_scale,
-            )
-        except BudgetError as error:
-            needed = error.needed + other
-            raise BudgetError(
-                f"a budget of {nbytes} bytes for weights does not work: at least {needed} bytes are needed "
-                f"({other} of them for weights of no unit)",
-                needed,
-            ) from None
+        return planning.solve(profile, budget, self.config)
 
     def solve_configured(self) -> Plan:
         """The plan that the configuration asks for, within what is really free."""
         assert self.profile is not None
-        limit = self._limit()
-        config = self.config
-        if config.budget_bytes is not None:
-            return self.solve(min(config.budget_bytes, limit))
-        if config.max_gpu_mem_fraction is not None:
-            asked = int(config.max_gpu_mem_fraction * self.device.total_bytes()) - self.profile.activation_bytes
-            return self.solve(max(min(asked, limit), 0))
-        plan = self.solve(None)
-        if plan.weight_bytes + self.profile.other_bytes > limit:
-            plan = self.solve(limit)
-        return plan
+        return planning.solve_configured(self.profile, self._room(), self.config)
 
-    def _limit(self) -> int:
-        """Bytes that weights may take: what they take now, and what is free beyond the activations' peak."""
-        assert self.profile is not None
-        now = self._memory.nbytes + self.hosting.other_bytes
-        spare = self.device.free_bytes() - self.profile.activation_bytes
-        return now + max(spare, 0)
+    def _room(self) -> planning.Room:
+        return planning.Room(
+            self._memory.nbytes, self.hosting.other_bytes, self.device.free_bytes(), self.device.total_bytes()
+        )
 
     def check(self, plan: Plan) -> None:
         """Raise BudgetError when ``plan`` does not fit the device as it is now."""
-        other = self.hosting.other_bytes
-        if self.profile is not None and plan.weight_bytes + other > self._limit():
-            raise BudgetError(
-                f"the plan takes {plan.weight_bytes + other} bytes for weights; {self._limit()} are available on "
-                f"{self.device.name} beside activations of {self.profile.activation_bytes} bytes",
-                plan.weight_bytes + other,
-            )
+        if self.profile is not None:
+            planning.check(plan, self.profile, self._room(), self.device.name)
 
     def stage(self, plan: Plan, epoch: int | None = None) -> None:
         """Put ``plan`` in force at the start of the next step (at once after the callbacks, inside one of them)."""
@@ -608,7 +508,7 @@ class OffloadManager:
         before = self._loader.plan
         try:
             self._quiesce()
-            self._save_state()
+            self._edits.save_state()
             if self._recorder.steps:
                 self.profile = self.current_profile()
                 self._recorder.clear()
@@ -714,54 +614,19 @@ class OffloadManager:
     def _take_up_edits(self) -> None:
         edited: list[int] = []
         try:
-            self._look_at_changes(edited)
+            self._edits.look(edited, self._loader.plan.resident, self._traced)
         finally:  # what was taken up before an error is in force all the same
             if edited:
-                self._reload(iter(edited))
+                self._reload(edited)
 
-    def _look_at_changes(self, edited: list[int]) -> None:
-        for entry in self._watch.changed():
-            weight = entry.weight
-            new = self._watch.replacement(entry)
-            if new is not None:
-                self._adopt(entry, new)
-                if weight.resident_reason == CHANGED_BY_FORWARD and new.device == self.device.torch_device:
-                    continue
-                self.hosting.store.make_private(weight.name).copy_(new.detach())
-            elif weight.resident_reason == CHANGED_BY_FORWARD or self._was_traced(weight):
-                self._watch.accept(weight)
-                continue
-            elif self._weight_index(weight.name) in self._loader.plan.resident:
-                self.hosting.store.make_private(weight.name).copy_(weight.tensor.detach())
-                self._watch.accept(weight)
-            else:
-                self._watch.accept(weight)
-                edited.append(self._weight_index(weight.name))  # the slot it went to may hold another weight's bytes
-                raise OffloadError(
-                    f"weight {weight.name!r} is streamed and was written in place; the change went to a slot and is "
-                    f"lost: {REMEDY}"
-                )
-            edited.append(self._weight_index(weight.name))
-
-    def _was_traced(self, weight: Weight) -> bool:
-        """The boundary ops say that they write to the weights of a traced unit; they do not."""
-        return any(weight in self._pieces[unit].weights for unit in self._traced)
-
-    def _reload(self, indexes: Iterator[int]) -> None:
+    def _reload(self, indexes: Sequence[int]) -> None:
         """Sources have changed: bind anew, copy resident ones again."""
-        which = list(indexes)
         try:
             self._quiesce()
-            self._memory.rebind(which)
+            self._memory.rebind(indexes)
         finally:
             self._rebuild_loader(self._loader.plan)
-        logger.info("took up %d edited weights", len(which))
-
-    def _weight_index(self, name: str) -> int:
-        for at, weight in enumerate(self._weights):
-            if name in weight.names:
-                return at
-        raise OffloadError(f"no managed weight named {name!r}")
+        logger.info("took up %d edited weights", len(indexes))
 
     @contextlib.contextmanager
     def edit_weights(self, *names: str) -> Iterator[dict[str, torch.Tensor]]:
@@ -779,23 +644,7 @@ class OffloadManager:
                     for name, at in zip(names, indexes, strict=True)
                 }
             finally:
-                self._reload(iter(indexes))
-
-    def _editable(self, names: Sequence[str]) -> list[int]:
-        """Indexes of the weights of these names, with everything done to them so far in the host store."""
-        if self._in_root or self._open_units:
-            raise OffloadError("weights cannot be edited inside a forward: edit them between two calls of the model")
-        indexes = [self._weight_index(name) for name in names]
-        self._take_up_edits()
-        self.device.synchronize()
-        self._save_state()
-        return indexes
-
-    def _save_state(self) -> None:
-        """What the forward itself changes has its truth on the device; the host copy follows."""
-        for weight in self._weights:
-            if weight.resident_reason == CHANGED_BY_FORWARD:
-                self.hosting.store.make_private(weight.name).copy_(weight.tensor.detach())
+                self._reload(indexes)
 
     def restore_weights(self, *names: str) -> None:
         """Undo all edits of these weights: the store's values are in force from the next call on."""
@@ -803,7 +652,17 @@ class OffloadManager:
             indexes = self._editable(names)
             for at in indexes:
                 self.hosting.store.discard_private(self._weights[at].name)
-            self._reload(iter(indexes))
+            self._reload(indexes)
+
+    def _editable(self, names: Sequence[str]) -> list[int]:
+        """Indexes of the weights of these names, with everything done to them so far in the host store."""
+        if self._in_root or self._open_units:
+            raise OffloadError("weights cannot be edited inside a forward: edit them between two calls of the model")
+        indexes = [self._edits.index_of(name) for name in names]
+        self._take_up_edits()
+        self.device.synchronize()
+        self._edits.save_state()
+        return indexes
 
     # ---- what is measured
 
@@ -812,20 +671,12 @@ class OffloadManager:
         with self._lock:
             steps = list(self._recorder.steps)[-16:]
             durations = list(self._recorder.step_seconds)[-32:]
-        spans = [[span for span in step.copies] for step in steps]
-        seconds = [sum(s.end - s.start for s in some) for some in spans]
-        nbytes = [sum(s.nbytes for s in some) for some in spans]
-        total = sum(seconds)
-        return LiveTiming(
-            step_seconds=statistics.median(durations) if durations else 0.0,
-            compute_seconds=_median([sum(step.compute) for step in steps]),
-            stall_seconds=_median([sum(step.wait) for step in steps]),
-            transfer_seconds=_median(seconds),
-            transfer_bytes=int(_median([float(n) for n in nbytes])),
-            link_bytes_per_second=sum(nbytes) / total if total > 0 else 0.0,
-            steps=self._step,
-            unforeseen_visits=self._unforeseen_before + self._loader.counters.unforeseen,
-            copied_bytes_total=self._copied_before + self._loader.counters.copied_bytes + self._memory.copied_bytes,
+        return live_timing(
+            steps,
+            durations,
+            count=self._step,
+            unforeseen=self._unforeseen_before + self._loader.counters.unforeseen,
+            copied=self._copied_before + self._loader.counters.copied_bytes + self._memory.copied_bytes,
         )
 
     def sampled_steps(self) -> list[StepTimes]:
@@ -873,19 +724,20 @@ class OffloadManager:
 
     def suspend_profiling(self) -> None:
         """Steps until ``resume_profiling`` are no samples and do not advance the life cycle."""
-        self._warmup_paused = True
+        if self._warmup is not None:
+            self._warmup.paused = True
 
     pause_profiling = suspend_profiling
 
     def resume_profiling(self) -> None:
         """Undo ``suspend_profiling``."""
-        self._warmup_paused = False
+        if self._warmup is not None:
+            self._warmup.paused = False
 
     def clear_profiling_durations(self) -> None:
         """Forget what was profiled so far; the iterations count anew."""
         if self._warmup is not None:
-            self._warmup.steps.clear()
-            self._warmup_steps = min(self._warmup_steps, self._discovery_iters)
+            self._warmup.clear()
         self._recorder.clear()
 
     # ---- saved profiles
@@ -900,30 +752,21 @@ class OffloadManager:
         Raises ProfileMismatch when it is of another model, dtype or device.
         """
         saved = Profile.load(path)
-        mine = self._make_profile(saved.visits, saved.kinds, saved.transfer)
-        if saved.layout_fingerprint != mine.layout_fingerprint:
-            raise ProfileMismatch(f"{path}: its units and weights are not this model's; profile again")
-        for what, theirs, ours in (
-            ("device", saved.device, self.device.name),
-            ("dtypes", saved.meta.get("dtypes"), mine.meta["dtypes"]),
-        ):
-            if theirs != ours:
-                raise ProfileMismatch(f"{path}: profiled with {what} {theirs}, this model has {ours}; profile again")
+        self._subject().check(saved, path)
         for weight, info in zip(self._weights, saved.tensors, strict=True):
             if info.keep_resident:
                 weight.resident_reason = weight.resident_reason or info.reason
         self._reads = [list(unit.tensors) for unit in saved.units]
         self.profile = replace(saved, other_bytes=self.hosting.other_bytes)
-        self._warmup, self._trap = None, None
+        self._warmup = None
+        self._from_saved_profile = True
         self._start_inference()
 
     def storage_path(self) -> Path | None:
         """Where ``profile_storage_dir`` keeps this model's profile on this device."""
         if self.config.profile_storage_dir is None:
             return None
-        mine = self._make_profile((), (), TransferCurve(()))
-        device = "".join(c if c.isalnum() else "-" for c in self.device.name)
-        return Path(self.config.profile_storage_dir) / f"{self.name}-{device}-{mine.layout_fingerprint}.json"
+        return self._subject().storage_path(self.config.profile_storage_dir, self.name)
 
     def _save_to_storage(self) -> None:
         path = self.storage_path()
@@ -931,6 +774,16 @@ class OffloadManager:
             self.save_profile(path)
 
     # ---- what a user looks at
+
+    @property
+    def plan_in_force(self) -> Plan:
+        """The plan that the loader executes: ``plan``, or before there is one, that of fetching on demand."""
+        return self._loader.plan
+
+    @property
+    def step_kinds(self) -> dict[str, int]:
+        """Steps so far, by kind."""
+        return dict(self._kind_counts)
 
     def offload_units(self) -> list[tuple[str, nn.Module]]:
         """(name, module) of the units that stream: what to compile, one graph each."""
@@ -967,32 +820,7 @@ class OffloadManager:
 
     def report(self) -> dict[str, Any]:
         """Everything about the offload, JSON-able."""
-        plan = self._loader.plan
-        resident = [(w, w.resident_reason) for w in (*self._weights, *self.hosting.unstored) if w.resident_reason]
-        return {
-            "name": self.name,
-            "phase": self.phase,
-            "epoch": self.epoch,
-            "device": self.device.name,
-            "units": len(self.units),
-            "offload_units": len(self.offload_units()),
-            "visits": len(plan.visits),
-            "weights_bytes": sum(w.nbytes for w in self._weights) + self.hosting.other_bytes,
-            "resident_bytes": plan.resident_bytes + self.hosting.other_bytes,
-            "arena_bytes": plan.arena_bytes,
-            "device_weight_bytes": self._memory.nbytes + self.hosting.other_bytes,
-            "streamed_bytes_a_step": plan.streamed_bytes,
-            "budget_bytes": None if plan.budget_bytes is None else plan.budget_bytes + self.hosting.other_bytes,
-            "unmatched": {w.name: w.nbytes for w in self._selection.unmatched},
-            "kept_resident": {w.name: reason for w, reason in resident if w.nbytes >= self.config.resident_below_bytes},
-            "prediction": None if plan.prediction is None else _plain(asdict(plan.prediction)),
-            "live": asdict(self.live()),
-            "step_kinds": dict(self._kind_counts),
-            "memory": self.get_gpu_memory_usage(),
-            "store": _plain(asdict(self.hosting.store.report())),
-            "compile": asdict(self.compile_report()),
-            "refusal": self.refusal,
-        }
+        return build_report(self)
 
 
 class _RootHandle:
@@ -1009,23 +837,6 @@ class _RootHandle:
 
 def _bind(method: Callable[..., None], unit: int) -> Callable[..., None]:
     return lambda *given: method(unit, *given)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 256) * 256
-
-
-def _median(values: list[float]) -> float:
-    return statistics.median(values) if values else 0.0
-
-
-def _plain(value: Any) -> Any:
-    """``value`` with what JSON does not know made text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 __all__ = ["LiveTiming", "OffloadManager", "is_offloaded"]

@@ -9,6 +9,7 @@ link. Events carry time stamps.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import queue
 import threading
@@ -153,7 +154,9 @@ class HostDevice:
         self.torch_device = torch.device("cpu")
         self.link = Link(link_bytes_per_second)
         self._memory_bytes = memory_bytes
-        self._allocated = 0
+        self._live: dict[int, int] = {}
+        """Bytes of each allocation that is alive."""
+        self._numbers = itertools.count()
         self._peak = 0
         self._lock = threading.Lock()
         self._compute = ComputeStream()
@@ -163,21 +166,18 @@ class HostDevice:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         with self._lock:
-            if self._allocated + nbytes > self._memory_bytes:
+            if nbytes > self.free_bytes():
                 raise torch.OutOfMemoryError(
-                    f"host device out of memory: {nbytes} bytes asked for, {self._memory_bytes - self._allocated} free "
+                    f"host device out of memory: {nbytes} bytes asked for, {self.free_bytes()} free "
                     f"of {self._memory_bytes} (raise host_memory_bytes or lower the budget)"
                 )
-            self._allocated += nbytes
-            self._peak = max(self._peak, self._allocated)
-        memory = mmap.mmap(-1, nbytes)
-        weakref.finalize(memory, self._forget, nbytes)
+            memory, number = mmap.mmap(-1, nbytes), next(self._numbers)
+            # In this order, so that a Ctrl-C between any two of these lines leaves no bytes counted for nothing.
+            weakref.finalize(memory, self._live.pop, number, None)
+            self._live[number] = nbytes
+            self._peak = max(self._peak, self.allocated_bytes())
         with torch.inference_mode(False):
             return torch.frombuffer(memory, dtype=torch.uint8)
-
-    def _forget(self, nbytes: int) -> None:
-        with self._lock:
-            self._allocated -= nbytes
 
     def compute_stream(self) -> ComputeStream:
         return self._compute
@@ -198,17 +198,17 @@ class HostDevice:
         return self._memory_bytes
 
     def free_bytes(self) -> int:
-        return self._memory_bytes - self._allocated
+        return self._memory_bytes - self.allocated_bytes()
 
     def allocated_bytes(self) -> int:
-        return self._allocated
+        return sum(list(self._live.values()))
 
     def peak_bytes(self) -> int:
         return self._peak
 
     def reset_peak(self) -> None:
         with self._lock:
-            self._peak = self._allocated
+            self._peak = self.allocated_bytes()
 
     def is_capturing(self) -> bool:
         return False

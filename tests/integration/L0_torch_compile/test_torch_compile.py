@@ -346,7 +346,7 @@ def test_a_tail_that_breaks_is_failed_and_terminal(device, caplog, monkeypatch) 
     steps = om.request_strategy_replan()
     for _ in range(steps - 1):
         model(inputs(device))
-    monkeypatch.setattr("flextensor.manager.search", _raise)
+    monkeypatch.setattr("flextensor.planning.search", _raise)
     with pytest.raises(ZeroDivisionError):
         model(inputs(device))
     assert om.strategy_replan_status.state == "failed"

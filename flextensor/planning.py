@@ -1,0 +1,113 @@
+"""From a profile, a configuration and the device's room to the plan that is wanted. Pure functions.
+
+A budget counts all weights of the model that are on the device; the planner is asked for what is left of it beside the
+weights of no unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flextensor.config import OffloadConfig
+from flextensor.planner.plan import BudgetError, Plan, align
+from flextensor.planner.search import search
+from flextensor.profile import Profile
+
+SHRINK_AFTER_OOM = 0.75
+"""After a step ran out of memory, the next plan's weights are at most this share of what they were."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """The device's memory as it is now, bytes. weights: of the plan in force. other: weights of no unit."""
+
+    weights: int
+    other: int
+    free: int
+    total: int
+
+
+def solve(profile: Profile, budget: int | float | None, config: OffloadConfig) -> Plan:
+    """The best plan for a budget: bytes (int), a share of the model's weights (float), or None: the least memory that
+    costs no time.
+
+    Raises BudgetError with the least bytes that work.
+    """
+    other = profile.other_bytes
+    nbytes: int | None = None
+    if budget is not None:
+        nbytes = share_of_weights(profile, budget) if isinstance(budget, float) else budget
+    try:
+        return search(
+            profile,
+            budget_bytes=None if nbytes is None else nbytes - other,
+            num_blocks=config.num_blocks,
+            min_blocks=config.min_blocks,
+            transfer_budget_scale=config.transfer_budget_scale,
+        )
+    except BudgetError as error:
+        needed = error.needed + other
+        raise BudgetError(
+            f"a budget of {nbytes} bytes for weights does not work: at least {needed} bytes are needed ({other} of "
+            "them for weights of no unit)",
+            needed,
+        ) from None
+
+
+def share_of_weights(profile: Profile, share: float) -> int:
+    """Bytes that are this share of all weights as they lie on a device."""
+    return int(share * (sum(align(tensor.nbytes) for tensor in profile.tensors) + profile.other_bytes))
+
+
+def weight_limit(profile: Profile, room: Room) -> int:
+    """Bytes that weights may take: what they take now, and what is free beyond the activations' peak."""
+    return room.weights + room.other + max(room.free - profile.activation_bytes, 0)
+
+
+def configured_limit(profile: Profile, room: Room, config: OffloadConfig) -> int | None:
+    """Bytes that weights may take by the configuration; None in latency mode, which sets no limit."""
+    if config.budget_bytes is not None:
+        return config.budget_bytes
+    if config.budget_fraction is not None:
+        return share_of_weights(profile, config.budget_fraction)
+    if config.max_gpu_mem_fraction is not None:
+        return max(int(config.max_gpu_mem_fraction * room.total) - profile.activation_bytes, 0)
+    return None
+
+
+def solve_configured(profile: Profile, room: Room, config: OffloadConfig) -> Plan:
+    """The plan that the configuration asks for, within what is really free. Raises BudgetError as ``solve`` does."""
+    limit = weight_limit(profile, room)
+    asked = configured_limit(profile, room, config)
+    if asked is not None:
+        return solve(profile, min(asked, limit), config)
+    plan = solve(profile, None, config)
+    return plan if plan.weight_bytes + profile.other_bytes <= limit else solve(profile, limit, config)
+
+
+def fits(plan: Plan, profile: Profile, room: Room, config: OffloadConfig) -> bool:
+    """False when the plan in force leaves too little for what steps were seen to need."""
+    asked = configured_limit(profile, room, config)
+    need = plan.weight_bytes + room.other
+    return need <= weight_limit(profile, room) and (asked is None or need <= asked)
+
+
+def check(plan: Plan, profile: Profile, room: Room, device: str) -> None:
+    """Raise BudgetError when ``plan`` does not fit the device as it is now."""
+    limit, need = weight_limit(profile, room), plan.weight_bytes + room.other
+    if need > limit:
+        raise BudgetError(
+            f"the plan takes {need} bytes for weights; {limit} are available on {device} beside activations of "
+            f"{profile.activation_bytes} bytes",
+            need,
+        )
+
+
+def after_out_of_memory(profile: Profile, room: Room, config: OffloadConfig) -> Plan | None:
+    """A plan with clearly fewer weights than now; None when there is none."""
+    budget = int((room.weights + room.other) * SHRINK_AFTER_OOM)
+    try:
+        plan = solve(profile, budget, config)
+    except BudgetError as error:
+        plan = solve(profile, error.needed, config)
+    return plan if plan.weight_bytes < room.weights else None
