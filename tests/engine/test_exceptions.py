@@ -219,7 +219,7 @@ def test_ctrl_c_at_any_line_of_the_engine_in_a_replan(pair: MakePair) -> None:
 
 
 def test_ctrl_c_at_any_line_of_the_engine_before_inference(pair: MakePair) -> None:
-    for line in range(5, 900, 60):
+    for line in range(5, 900, 100):
         one = pair(Failing(count=3), noise(1, 32), budget=0.8, link=4e9)
         assert interrupted_calls(one, lambda: None, lines=range(line, line + 180, 47))
         one.run(3)
