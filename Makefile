@@ -9,7 +9,8 @@ INSTALL := PYTHON='$(PYTHON)' VENV='$(VENV)' sh requirements/install.sh
 PINS := pyproject.toml requirements/constraints.txt requirements/install.sh
 MODEL := models/SmolLM2-135M-Instruct
 
-# One thread a process: the tests run several processes on few cores. No call leaves the machine.
+# Two test processes of one thread each: what two cores carry. Tests with a Ray cluster all go to one of them, which has
+# one cluster for the session. No call leaves the machine.
 QUIET := RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: demo test lint format model clean
@@ -30,7 +31,7 @@ demo: model
 	@$(QUIET) $(BIN)/python -m launch generate --config configs/demo.yaml --overwrite
 
 test: $(TEST_STAMP)
-	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(TEST_STAMP)
 	@$(BIN)/ruff format --check .
