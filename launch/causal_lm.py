@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, Any
 from cluster.messages import Item
 from cluster.task import TaskContext
 from flextensor.config import OffloadConfig, unknown_key_message
+from launch.compile_choice import CompileChoice
 from launch.model_files import TaskInputError, stored_tensors
+from launch.static_cache import BUCKET
 
 if TYPE_CHECKING:
     import torch
+
+    from launch.static_cache import StaticCaches
 
 logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+CACHES = ("dynamic", "static")
 WARM_UP_ITEM: Item = {"id": "warm-up", "prompt": "Name three rivers of Europe."}
 _WARM_UP_NEW_TOKENS = 8
 
@@ -34,6 +39,9 @@ class CausalLMOptions:
     batch_size: the most items that go through the model at once; 0 takes all that ``run`` is given.
     system_prompt: put before each conversation that has no system message of its own; empty: the chat template's own.
     attention: transformers' attention implementation.
+    cache: ``dynamic`` grows with the text, ``static`` has a fixed size (see ``launch.static_cache``).
+    compile, compile_backend, compile_mode: see ``CompileChoice``; they need the static cache, since a growing one
+        would be compiled again and again.
     """
 
     model: str
@@ -42,6 +50,10 @@ class CausalLMOptions:
     batch_size: int = 0
     system_prompt: str = ""
     attention: str = "sdpa"
+    cache: str = "dynamic"
+    compile: str = "none"
+    compile_backend: str = "inductor"
+    compile_mode: str = ""
 
     @staticmethod
     def parse(options: Mapping[str, Any]) -> CausalLMOptions:
@@ -58,6 +70,9 @@ class CausalLMOptions:
         parsed = CausalLMOptions(**{**options, "model": str(options["model"])})
         _one_of("dtype", parsed.dtype, DTYPES)
         _one_of("attention", parsed.attention, ATTENTION)
+        _one_of("cache", parsed.cache, CACHES)
+        if CompileChoice.parse(options).compiles and parsed.cache != "static":
+            raise TaskInputError(f"task option compile = {parsed.compile!r} needs cache = 'static'")
         _whole("max_new_tokens", parsed.max_new_tokens, 1)
         _whole("batch_size", parsed.batch_size, 0)
         if not isinstance(parsed.system_prompt, str):
@@ -92,11 +107,13 @@ class CausalLMTask:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = CausalLMOptions.parse(options)
+        self.choice = CompileChoice.parse(options)
         self.directory = Path(self.options.model)
         stored_tensors(self.directory)  # missing or cut files are told before anything is started
         self._model: Any = None
         self._manager: Any = None
         self._copy: Any = None
+        self._caches: dict[int, StaticCaches] = {}
         self._tokenizer: Any = None
         self._generation: Any = None
         self._dtype: torch.dtype | None = None
@@ -124,18 +141,20 @@ class CausalLMTask:
             context.progress(f"loading through transformers ({reason})")
             model, source = self._load_whole(), None
             self._loaded_from = f"transformers: {reason}"
-        offload = self._with_pattern(context, repeated_block_pattern(model))
+        offload = self.choice.offload_config(self._with_pattern(context, repeated_block_pattern(model)))
         self._generation = _greedy(self.directory, config, self._tokenizer, self.options.max_new_tokens)
         model.generation_config = self._generation
         context.progress("loading weights")
         self._model = flextensor.offload(
             model,
             offload,
+            self.choice.compile_fn(),
             name=context.manager_name,
             source=source,
             progress=lambda progress: context.progress(str(progress)),
         )
         self._manager = flextensor.get_offload_manager(context.manager_name)
+        self._allow_graphs()
 
     def warm_up(self, items: Sequence[Item]) -> None:
         """Generate from the items, prefill and decode, until the manager has its first plan."""
@@ -144,10 +163,19 @@ class CausalLMTask:
         batch = [item for item in items if not self._encode(item).error] or [WARM_UP_ITEM]
         for _ in range(self._manager.iters_before_inference + 1):
             if self._manager.phase == "inference":
-                return
-            self._generate(self._model, batch, min(_WARM_UP_NEW_TOKENS, self.options.max_new_tokens))
+                break
+            self._warm_up_once(batch)
         if self._manager.phase != "inference":
             raise flextensor.OffloadError(f"no plan after {self._manager.iters_before_inference} steps of warm-up")
+        for _ in range(self.choice.compile_externally(self._manager)):
+            if self._manager.strategy_replan_status.state == "in_progress":
+                self._warm_up_once(batch)
+        self.choice.require_replanned(self._manager)
+        if self.choice.compiles:
+            self._warm_up_once(batch)  # prefill and decode both compiled, whichever step came last
+
+    def _warm_up_once(self, items: Sequence[Item]) -> None:
+        self._generate(self._model, items, min(_WARM_UP_NEW_TOKENS, self.options.max_new_tokens))
 
     def run(self, items: Sequence[Item]) -> list[dict[str, Any]]:
         """``{"id", "prompt", "answer", "tokens", "finish"}`` an item; ``tokens``: the new ids, the end token included.
@@ -166,6 +194,9 @@ class CausalLMTask:
         if self._copy is None:
             self._copy = self._load_whole().to(self._torch_device())
             self._copy.generation_config = self._generation
+            units = (*self._manager.offload_units(), *self._manager.resident_units())
+            self.choice.compile_modules(self._copy.get_submodule(name) for name, _ in units)
+            self._allow_graphs()
         different: list[str] = []
         checked = 0
         for batch in self._batches(items):
@@ -181,6 +212,8 @@ class CausalLMTask:
             "model": self.directory.name,
             "max_new_tokens": self.options.max_new_tokens,
             "attention": self.options.attention,
+            "cache": self.options.cache,
+            "compile": dataclasses.asdict(self.choice),
             "include_patterns": list(self._pattern),
             "loaded_from": self._loaded_from,
         }
@@ -267,19 +300,45 @@ class CausalLMTask:
         results = [_failed(entry) for entry in encoded if entry.error]
         if not good:
             return results
+        texts, caches = [entry.text for entry in good], self._caches_of(model)
+        fixed: dict[str, Any] = {}
+        if caches is not None:
+            # Copies of the last text end when it does.
+            texts += texts[-1:] * (caches.rows - len(texts))
+            fixed["pad_to_multiple_of"] = BUCKET
         special = self._tokenizer.chat_template is None
-        inputs = self._tokenizer(
-            [entry.text for entry in good], return_tensors="pt", padding=True, add_special_tokens=special
-        ).to(self._torch_device())
+        inputs = self._tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=special, **fixed).to(
+            self._torch_device()
+        )
+        length = inputs["input_ids"].shape[1]
         with torch.inference_mode():
             output = model.generate(
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
                 max_new_tokens=new_tokens or self.options.max_new_tokens,
+                # The whole answer's room in the warm-up, too: the cache's size is a shape.
+                **({} if caches is None else caches.take(len(texts), length + self.options.max_new_tokens)),
             )
-        rows = output[:, inputs["input_ids"].shape[1] :].tolist()
+        rows = output[: len(good), length:].tolist()
         ends = set(self._generation.eos_token_id)
         return results + [self._result(entry, row, ends) for entry, row in zip(good, rows, strict=True)]
+
+    def _caches_of(self, model: Any) -> StaticCaches | None:
+        from launch.static_cache import StaticCaches
+
+        if self.options.cache != "static":
+            return None
+        if id(model) not in self._caches:
+            self._caches[id(model)] = StaticCaches(model, self._torch_device())
+        return self._caches[id(model)]
+
+    def _allow_graphs(self) -> None:
+        """Decoder layers read their own index, and prefill and decode differ: several graphs a layer."""
+        from flextensor.compiled_offload import bump_dynamo_limits_for_compiled_offload
+        from launch.static_cache import GRAPHS_A_UNIT
+
+        if self.choice.compiles:
+            bump_dynamo_limits_for_compiled_offload(len(self._manager.units) * GRAPHS_A_UNIT)
 
     def _result(self, entry: _Encoded, row: list[int], ends: set[int]) -> dict[str, Any]:
         end = next((at for at, token in enumerate(row) if token in ends), None)
@@ -338,4 +397,5 @@ def _greedy(directory: Path, config: Any, tokenizer: Any, max_new_tokens: int) -
         eos_token_id=ends,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=stored.bos_token_id,
+        disable_compile=True,  # of the whole model, which generate() would do by itself with a static cache on a GPU
     )

@@ -128,7 +128,8 @@ class CompileChoice:
             raise OffloadError(f"{manager.name}: the plan from compiled times was not put in force: {why}")
 
     def _settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {"fullgraph": True, "backend": self.backend}
+        # dynamic=False: which kernels run must not depend on the order in which shapes were seen.
+        settings: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": self.backend}
         if self.mode:
             settings["mode"] = self.mode
         return settings

@@ -80,7 +80,7 @@ def _write_animation(frames: Frames, path: Path, fps: int) -> None:
 
 
 def _write_with_av(frames: Frames, path: Path, fps: int) -> None:
-    import av
+    import av  # type: ignore[import-not-found]
 
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=fps, options={"crf": "17"})
@@ -91,7 +91,7 @@ def _write_with_av(frames: Frames, path: Path, fps: int) -> None:
 
 
 def _write_with_imageio(frames: Frames, path: Path, fps: int) -> None:
-    import imageio.v2 as imageio
+    import imageio.v2 as imageio  # type: ignore[import-not-found]
 
     imageio.mimwrite(str(path), list(frames), fps=fps, codec="libx264", quality=9, macro_block_size=1)
 

@@ -42,7 +42,7 @@ class WanParts:
 
     tokenizer: Any
     text_encoder: nn.Module
-    vae: nn.Module
+    vae: Any
     scheduler: Any
     transformers: dict[str, nn.Module]
     boundary_ratio: float | None = None
@@ -201,4 +201,3 @@ def _scheduler(index: WanIndex) -> Any:
     import diffusers
 
     return getattr(diffusers, index.scheduler).from_pretrained(str(index.directory / "scheduler"))
-

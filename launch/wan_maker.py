@@ -43,7 +43,7 @@ class Request:
 
 
 class VideoMaker:
-    """``parts`` on ``device``: the transformers and the text encoder run there by whatever means, the VAE lies there."""
+    """``parts`` on ``device``: transformers and text encoder run there by whatever means, the VAE lies there."""
 
     def __init__(self, parts: WanParts, device: torch.device, settings: VideoSettings) -> None:
         self.settings = settings

@@ -1,8 +1,8 @@
 """Text to video with diffusers' Wan pipeline: a task that ``flextensor generate`` runs in each worker.
 
-[Note: managers] The first transformer is the worker's own manager, the one whose plan a run's replans change. The second
-transformer (``NAME-2``) takes the same budget as soon as it is called after such a replan. The text encoder
-(``NAME-text``) runs once a prompt: its blocks stream through room for two of them, compiled never.
+[Note: managers] The first transformer has the worker's own manager, whose plan a run's replans change. The second one
+(``NAME-2``) takes the same budget as soon as it is called after such a replan. The text encoder (``NAME-text``) runs
+once a prompt: its blocks stream through room for two of them and are never compiled.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import dataclasses
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.messages import Item
 from cluster.task import TaskContext
-from flextensor.config import OffloadConfig, unknown_key_message
+from flextensor.config import OffloadConfig
 from launch.compile_choice import CompileChoice
 from launch.model_files import TaskInputError
-from launch.video_files import FORMATS, available_format, file_stem, write_preview, write_video
+from launch.video_files import available_format, file_stem, write_preview, write_video
 from launch.wan_files import read_index
+from launch.wan_latents import KeptLatents
+from launch.wan_options import TINY_RESIDENT_BELOW, WanOptions
 
 if TYPE_CHECKING:
     import torch
@@ -31,102 +32,13 @@ if TYPE_CHECKING:
     from flextensor.manager import OffloadManager
     from flextensor.planner.plan import Plan
     from launch.wan_checkpoint import WanParts
-    from launch.wan_maker import Request, VideoMaker, VideoSettings
+    from launch.wan_maker import Request, VideoMaker
 
 logger = logging.getLogger(__name__)
 
-DTYPES = ("auto", "float32", "bfloat16")
-TINY_LIMITS = {"height": 64, "width": 64, "frames": 9, "steps": 4, "text_tokens": 64}
-"""What ``tiny`` cuts the settings of a real run down to."""
-TINY_RESIDENT_BELOW = 4096
 WARM_UP_ITEM: Item = {"id": "warm-up", "prompt": "Waves roll over a pebble beach at dusk."}
 _MOST_WARM_UP_STEPS = 64
 _TEXT_SLOTS = 2
-
-
-@dataclass(frozen=True)
-class WanOptions:
-    """model: a diffusers directory of a Wan text-to-video checkpoint. tiny: a small random pipeline in its place, with
-    the sizes cut down to ``TINY_LIMITS``, and tensors of ``TINY_RESIDENT_BELOW`` bytes and more streamed.
-
-    dtype: of transformers and text encoder; ``auto`` is float32 on the host device and bfloat16 on CUDA.
-    height, width: pixels, multiples of 16. frames: 4 n + 1. steps: denoising steps. See ``VideoSettings`` for the rest.
-    seed: of items that name none, together with their ids.
-    output_dir: where videos and previews go. format: auto, mp4, webp or gif.
-    keep_latents: also keep each video's latents (they are kept in any case until its video is written).
-    compile, compile_backend, compile_mode: see ``CompileChoice``.
-    """
-
-    model: str = ""
-    tiny: bool = False
-    dtype: str = "auto"
-    height: int = 480
-    width: int = 832
-    frames: int = 81
-    steps: int = 40
-    guidance: float = 5.0
-    guidance_2: float | None = None
-    flow_shift: float | None = None
-    text_tokens: int = 512
-    vae_tiling: bool = False
-    negative_prompt: str = ""
-    seed: int = 0
-    output_dir: str = "out/videos"
-    format: str = "auto"
-    fps: int = 16
-    keep_latents: bool = False
-    compile: str = "none"
-    compile_backend: str = "inductor"
-    compile_mode: str = ""
-
-    @staticmethod
-    def parse(options: Mapping[str, Any]) -> WanOptions:
-        """Checked options. Raises TaskInputError that names the option, its value and what is allowed."""
-        fields = {field.name: field for field in dataclasses.fields(WanOptions)}
-        for key in options:
-            if key not in fields:
-                raise TaskInputError(unknown_key_message(key, list(fields), "task option"))
-        parsed = WanOptions(**{**options, "model": str(options.get("model") or "")})
-        for option, step, rest, what in (
-            ("height", 16, 0, "a multiple of 16"),
-            ("width", 16, 0, "a multiple of 16"),
-            ("frames", 4, 1, "a multiple of 4, plus 1"),
-            ("steps", 1, 0, "1 or more"),
-            ("text_tokens", 1, 0, "1 or more"),
-            ("fps", 1, 0, "1 or more"),
-        ):
-            value = getattr(parsed, option)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % step != rest:
-                raise TaskInputError(f"task option {option} = {value!r}; use a whole number, {what}")
-        for option in ("guidance", "guidance_2", "flow_shift"):
-            value = getattr(parsed, option)
-            if value is None and option != "guidance":
-                continue
-            if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-                raise TaskInputError(f"task option {option} = {value!r}; use a number, 0 or more")
-        for option in ("tiny", "vae_tiling", "keep_latents"):
-            if not isinstance(getattr(parsed, option), bool):
-                raise TaskInputError(f"task option {option} = {getattr(parsed, option)!r}; use true or false")
-        if not isinstance(parsed.seed, int) or isinstance(parsed.seed, bool):
-            raise TaskInputError(f"task option seed = {parsed.seed!r}; use a whole number")
-        if parsed.dtype not in DTYPES:
-            raise TaskInputError(f"task option dtype = {parsed.dtype!r}; use one of {', '.join(DTYPES)}")
-        if parsed.format not in FORMATS:
-            raise TaskInputError(f"task option format = {parsed.format!r}; use one of {', '.join(FORMATS)}")
-        if not isinstance(parsed.negative_prompt, str):
-            raise TaskInputError(f"task option negative_prompt = {parsed.negative_prompt!r} is not text")
-        if not parsed.tiny and not parsed.model:
-            raise TaskInputError("task option 'model' is missing; name a Wan checkpoint in diffusers' form, or set tiny")
-        return parsed
-
-    def video_settings(self) -> VideoSettings:
-        """The settings of every video, cut down for ``tiny``."""
-        from launch.wan_maker import VideoSettings
-
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(VideoSettings)}
-        if self.tiny:
-            found |= {name: min(found[name], most) for name, most in TINY_LIMITS.items()}
-        return VideoSettings(**found)
 
 
 class WanT2VTask:
@@ -240,7 +152,7 @@ class WanT2VTask:
         logger.warning("not in use at this boundary: %s", [m.name for m in self._managers if m not in used])
         return _MOST_WARM_UP_STEPS, used
 
-    def _denoise_until(self, request: Request, schedule: int, done: Any) -> None:
+    def _denoise_until(self, request: Request, schedule: int, done: Callable[[], bool]) -> None:
         self._ready().denoise(request, steps=schedule, on_step=lambda _: not done())
 
     def _follow(self, _: int) -> None:
@@ -282,11 +194,11 @@ class WanT2VTask:
         started = time.monotonic()
         result: dict[str, Any] = {"id": item["id"], "prompt": request.prompt, "seed": request.seed}
         try:
-            kept = self._latents_file(stem)
-            latents = self._load_latents(kept, request)
+            kept = KeptLatents(self.output / (stem + ".latents.safetensors"), self._key(request))
+            latents = kept.load()
             if latents is None:
                 latents = maker.denoise(request)
-                self._save_latents(kept, request, latents)
+                kept.save(latents)
             frames = maker.decode(latents)
             video, preview = self.output / (stem + self._suffix), self.output / (stem + ".png")
             write_video(frames, video, fps=self.options.fps)
@@ -294,7 +206,7 @@ class WanT2VTask:
         except OSError as error:  # a full disk is not this item's fault, but no reason to denoise it three times
             return {**result, "error": f"cannot write to {self.output}: {error}"}
         if not self.options.keep_latents:
-            kept.unlink(missing_ok=True)
+            kept.path.unlink(missing_ok=True)
         return {
             **result,
             "video": str(video),
@@ -440,38 +352,11 @@ class WanT2VTask:
             raise TaskInputError(f"seed = {seed!r}; use a whole number, 0 or more")
         return Request(str(item["prompt"]), negative, seed)
 
-    def _latents_file(self, stem: str) -> Path:
-        return self.output / (stem + ".latents.safetensors")
-
     def _key(self, request: Request) -> str:
-        """What the latents depend on: a file of another request, size or model is not taken."""
         from launch.wan_maker import text_digest
 
         model = "tiny" if self.index is None else str(self.index.directory.resolve())
         return text_digest(model, self._dtype, self.settings, request, self.choice)
-
-    def _save_latents(self, path: Path, request: Request, latents: torch.Tensor) -> None:
-        from safetensors.torch import save_file
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
-        save_file({"latents": latents.cpu().contiguous()}, part, metadata={"key": self._key(request)})
-        part.replace(path)
-
-    def _load_latents(self, path: Path, request: Request) -> torch.Tensor | None:
-        from safetensors import SafetensorError, safe_open
-
-        if not path.is_file():
-            return None
-        try:
-            with safe_open(path, framework="pt") as file:
-                if (file.metadata() or {}).get("key") == self._key(request):
-                    logger.info("%s: denoised before, decoded now", path)
-                    latents: torch.Tensor = file.get_tensor("latents")
-                    return latents
-        except SafetensorError as error:
-            logger.warning("%s is not used: %s", path, error)
-        return None
 
     def _ready(self) -> VideoMaker:
         if self._maker is None:
@@ -499,7 +384,7 @@ def _summary(manager: OffloadManager) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """A worker has no terminal of its own for progress bars; and ``torch_dtype`` is what all diffusers versions know."""
+    """A worker has no terminal for progress bars, and ``torch_dtype`` is what all versions of diffusers know."""
     import diffusers.utils.logging as diffusers_logging
     from transformers.utils.logging import disable_progress_bar
 

@@ -180,7 +180,7 @@ def test_an_item_whose_decoding_failed_starts_from_its_latents(
     monkeypatch.setattr(task._maker, "decode", decode)
     (first,) = managers("w0")
     steps = first.live().steps
-    with caplog.at_level(logging.INFO, "launch.wan_t2v"):
+    with caplog.at_level(logging.INFO, "launch.wan_latents"):
         got = task.run(ITEMS[:1])
     assert first.live().steps == steps, "nothing was denoised"
     assert got[0] | {"seconds": 0} == want[0] | {"seconds": 0} and "denoised before" in caplog.text

@@ -12,7 +12,8 @@ import flextensor
 from cluster.messages import Item
 from cluster.task import TaskContext
 from launch.video_files import Frames
-from launch.wan_t2v import TINY_LIMITS, WanT2VTask
+from launch.wan_options import TINY_LIMITS
+from launch.wan_t2v import WanT2VTask
 
 ITEMS: list[Item] = [
     {"id": "cat", "prompt": "a cat on a wall", "seed": 3},

@@ -1,0 +1,197 @@
+"""The Wan benchmark: a 14B-shaped video transformer, compiled and offloaded on both paths, beside it compiled resident.
+
+    python -m benchmarks.wan                  # one GPU with 80 GiB or more and diffusers, under 5 minutes
+    python -m benchmarks.wan --tiny           # a small model on the host device, aot_eager, half a minute
+
+Each path runs in a process of its own with empty compile caches, so that its cold start is one. In it, blocks of its
+steps alternate with blocks of an un-offloaded twin's. Weights are random: 26.6 GiB that do not fit a 24 GiB budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.record import RESULTS, ROOT, environment, write_results
+from benchmarks.rows import Row
+from benchmarks.wan_table import markdown
+
+logger = logging.getLogger(__name__)
+
+PATHS = ("resident", "compile_fn", "external")
+TARGETS = ("peak:24", "12", "4", "latency")
+TINY_TARGETS = ("60%", "35%")
+PROCESS_SECONDS = 200.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    options = argparse.ArgumentParser(
+        prog="python -m benchmarks.wan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
+    options.add_argument("--workloads", nargs="+", default=["video", "still"], help="video, still")
+    options.add_argument(
+        "--targets", nargs="+", default=[], help="GiB of weights, 50%%, latency or peak:GiB; default: a sweep"
+    )
+    options.add_argument("--repeats", type=int, default=2, help="of each timed block")
+    options.add_argument("--seconds", type=float, help="of one timed block; default 0.5, tiny 0.05")
+    options.add_argument("--backend", help="torch.compile's; default inductor, tiny aot_eager")
+    options.add_argument("--mode", default="", help="torch.compile's")
+    options.add_argument("--output", type=Path, default=RESULTS)
+    options.add_argument("--tiny", action="store_true", help="a small model on the host device")
+    options.add_argument("--one", metavar="PATH", help=argparse.SUPPRESS)
+    options.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    return options
+
+
+# ---- one path, in a process of its own
+
+
+def run_one(given: argparse.Namespace) -> int:
+    """Measure one path at each workload; a line of JSON in ``--rows`` for each thing known. 1 when it failed."""
+    torch.set_grad_enabled(False)
+    with given.rows.open("a") as sink:
+
+        def put(kind: str, data: dict[str, Any]) -> None:
+            sink.write(json.dumps({kind: data}) + "\n")
+            sink.flush()
+
+        try:
+            _measure(given, put)
+        except Exception as error:
+            traceback.print_exc()
+            failed = Row(given.one, 0, status=f"failed: {type(error).__name__}: {error}".splitlines()[0])
+            put("row", failed.as_json())
+            return 1
+    return 0
+
+
+def _measure(given: argparse.Namespace, put: Any) -> None:
+    from benchmarks import wan_model
+    from benchmarks.ours import Settings
+    from launch.compile_choice import CompileChoice
+
+    shape = wan_model.TINY if given.tiny else wan_model.FULL
+    device = torch.device("cpu" if given.tiny else "cuda")
+    videos = [wan_model.TINY_VIDEO] if given.tiny else [wan_model.VIDEOS[name] for name in given.workloads]
+    if given.one == "resident":
+        choice = CompileChoice("external", given.backend, given.mode)
+        put("start", wan_model.resident_start(shape, videos[0], device, choice).as_json())
+        return
+    settings = Settings(
+        shape=None,  # type: ignore[arg-type]  # the stack's of the engine benchmark
+        device="host" if given.tiny else "cuda",
+        repeats=given.repeats,
+        seconds=given.seconds,
+        trace_directory=given.output,
+        trace_target=given.targets[1] if len(given.targets) > 1 else given.targets[0],
+        resident_below_bytes=4096 if given.tiny else 1 << 20,
+        host_link_bytes_per_second=2e9,
+    )
+    choice = CompileChoice(given.one, given.backend, given.mode)
+    for number, video in enumerate(videos):
+        if number:
+            torch._dynamo.reset()
+        sweep = wan_model.WanSweep(choice, shape, video, settings)
+        try:
+            for row in sweep.rows(given.targets):
+                put("row", row.as_json())
+            sweep.count_later_graphs()
+            if not number:  # later ones find the caches of the first
+                put("start", sweep.start.as_json())
+        finally:
+            sweep.close()
+
+
+# ---- all paths
+
+
+def run_all(given: argparse.Namespace) -> int:
+    """Each path in its process; results on disk as far as they are. 1 when one failed."""
+    found = environment()
+    started = time.monotonic()
+    rows: list[Row] = []
+    starts: list[dict[str, Any]] = []
+    for path in given.paths:
+        before = time.monotonic()
+        for line in _lines_of(path, given):
+            if "row" in line:
+                rows.append(Row.from_json(line["row"]))
+            else:
+                starts.append(line["start"])
+        logger.info("%s took %.0f s", path, time.monotonic() - before)
+        data = {
+            "benchmark": "wan",
+            "environment": found,
+            "settings": {
+                "backend": given.backend,
+                "mode": given.mode,
+                "repeats": given.repeats,
+                "seconds_a_block": given.seconds,
+                "tiny": given.tiny,
+            },
+            "seconds": time.monotonic() - started,
+            "starts": starts,
+            "rows": [row.as_json() for row in rows],
+        }
+        name = "wan-tiny" if given.tiny else "wan"
+        write_results(given.output, name, data, markdown(rows, starts, found, name=name))
+    return 1 if any(row.status.startswith(("failed", "stopped")) for row in rows) else 0
+
+
+def _lines_of(path: str, given: argparse.Namespace) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        command = [sys.executable, "-P", "-m", "benchmarks.wan", "--one", path, "--rows", str(file)]
+        command += ["--output", str(given.output), "--repeats", str(given.repeats), "--seconds", str(given.seconds)]
+        command += ["--backend", given.backend, f"--mode={given.mode}", *(["--tiny"] if given.tiny else [])]
+        # Only on the path that a pipeline should take; the other one shares its kernels.
+        workloads = given.workloads if path == "compile_fn" else given.workloads[:1]
+        command += ["--targets", *given.targets, "--workloads", *workloads]
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = subprocess.run(command, cwd=ROOT, env=_environment(Path(folder)), timeout=PROCESS_SECONDS).returncode
+        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if code != 0 and not any("failed" in line.get("row", {}).get("status", "") for line in lines):
+        how = f"stopped after {PROCESS_SECONDS:.0f} s" if code is None else f"failed: exit code {code}"
+        lines.append({"row": Row(path, 0, status=how).as_json()})
+    return lines
+
+
+def _environment(caches: Path) -> dict[str, str]:
+    """No settings of ours, and compile caches that are empty."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("FT_")}
+    kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    kept["TORCHINDUCTOR_CACHE_DIR"] = str(caches / "inductor")
+    kept["TRITON_CACHE_DIR"] = str(caches / "triton")
+    return kept
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; 1 when a path failed."""
+    given = parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    given.output = given.output.resolve()
+    given.output.mkdir(parents=True, exist_ok=True)
+    given.seconds = given.seconds or (0.05 if given.tiny else 0.5)
+    given.backend = given.backend or ("aot_eager" if given.tiny else "inductor")
+    given.targets = given.targets or list(TINY_TARGETS if given.tiny else TARGETS)
+    return run_all(given) if given.one is None else run_one(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

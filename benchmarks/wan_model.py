@@ -1,0 +1,249 @@
+"""A Wan-14B-shaped video transformer with random weights, made quickly, and the sweep that offloads it compiled.
+
+diffusers keeps a few weights in float32 beside bfloat16; so does this model. In all 26.6 GiB.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import flextensor
+from benchmarks.model import BANK_SHIFT, WINDOW_STEP, weight_bytes
+from benchmarks.ours import Settings, Sweep
+from benchmarks.stopwatch import link_bandwidth, synchronize, warm_up_gpu
+from launch.compile_choice import CompileChoice
+from launch.meta_model import parameters_on_meta
+from launch.wan_checkpoint import cast_parameters
+
+PATTERN = "blocks.*"
+
+
+@dataclass(frozen=True)
+class WanShape:
+    """The published 14B model's sizes. ``dtype``: of what diffusers casts."""
+
+    blocks: int = 40
+    heads: int = 40
+    head_width: int = 128
+    hidden: int = 13824
+    text_width: int = 4096
+    dtype: torch.dtype = torch.bfloat16
+
+
+FULL = WanShape()
+TINY = WanShape(blocks=6, heads=4, head_width=24, hidden=512, text_width=64, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Video:
+    """A workload: pixels and frames, as a user asks for them."""
+
+    name: str
+    height: int
+    width: int
+    frames: int
+    text_tokens: int = 512
+
+    @property
+    def latent(self) -> tuple[int, int, int]:
+        """Frames, height and width of the latents."""
+        return (self.frames - 1) // 4 + 1, self.height // 8, self.width // 8
+
+    @property
+    def tokens(self) -> int:
+        """What the transformer sees: patches of 1 x 2 x 2 latents."""
+        frames, height, width = self.latent
+        return frames * (height // 2) * (width // 2)
+
+
+VIDEOS = {
+    "video": Video("video", 480, 832, 33),
+    "still": Video("still", 480, 832, 1),
+}
+TINY_VIDEO = Video("tiny", 64, 64, 9, text_tokens=16)
+
+
+def build(shape: WanShape, device: torch.device | str, *, seed: int = 0) -> nn.Module:
+    """The transformer with its weights on ``device``: windows into one bank of random numbers, the same on each."""
+    from diffusers import WanTransformer3DModel
+
+    with parameters_on_meta():
+        model: Any = WanTransformer3DModel(
+            num_attention_heads=shape.heads,
+            attention_head_dim=shape.head_width,
+            ffn_dim=shape.hidden,
+            num_layers=shape.blocks,
+            text_dim=shape.text_width,
+        )
+    cast_parameters(model, shape.dtype)
+    largest = max(parameter.numel() for parameter in model.parameters())
+    numbers = torch.Generator().manual_seed(seed)
+    bank = torch.randn(largest + BANK_SHIFT, generator=numbers).mul_(0.02).to(device)
+    banks = {torch.float32: bank, shape.dtype: bank.to(shape.dtype)}
+    at = 0
+    for module in model.modules():
+        for name, meta in list(module._parameters.items()):
+            if meta is None:
+                continue
+            value = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+            if meta.dim() == 1:
+                value.fill_(0.0 if name == "bias" else 1.0)
+            else:
+                start = at * WINDOW_STEP % BANK_SHIFT
+                value.view(-1).copy_(banks[meta.dtype][start : start + value.numel()])
+            at += 1
+            module._parameters[name] = nn.Parameter(value, requires_grad=False)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    return model.eval()
+
+
+def make_inputs(shape: WanShape, video: Video, device: torch.device | str, *, seed: int = 1) -> dict[str, Any]:
+    """One call of the transformer, as the pipeline makes it; the same numbers on every device."""
+    numbers = torch.Generator().manual_seed(seed)
+    return {
+        "hidden_states": torch.randn(1, 16, *video.latent, generator=numbers).to(shape.dtype).to(device),
+        "timestep": torch.tensor([900]).to(device),
+        "encoder_hidden_states": torch.randn(1, video.text_tokens, shape.text_width, generator=numbers)
+        .to(shape.dtype)
+        .to(device),
+        "return_dict": False,
+    }
+
+
+@dataclass
+class Start:
+    """From a model in host memory to compiled steps. Seconds; ``compile_seconds`` is what Dynamo and the backend took
+    of it. graphs: made until then; later_graphs: made by the replans and steps of the whole measurement after it."""
+
+    contender: str
+    workload: str
+    first_output_seconds: float = 0.0
+    compiled_output_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    graphs: int = 0
+    later_graphs: int = 0
+    compiled: int = 0
+    shared: int = 0
+    eager: int = 0
+    notes: dict[str, float] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """A plain dictionary."""
+        return dataclasses.asdict(self)
+
+
+def graphs_made() -> int:
+    """Graphs that Dynamo made in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def compile_seconds() -> float:
+    """Seconds that this process spent in Dynamo and what is under it."""
+    return float(torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0))
+
+
+def resident_start(shape: WanShape, video: Video, device: torch.device, choice: CompileChoice) -> Start:
+    """The un-offloaded model, compiled block by block: what a cold start costs without us."""
+    warm_up_gpu(device)
+    inputs = make_inputs(shape, video, device)
+    model: Any = build(shape, "cpu")
+    start, began = Start("resident", video.name), time.perf_counter()
+    model.to(device)
+    CompileChoice("external", choice.backend, choice.mode).compile_modules(model.blocks)
+    model(**inputs)
+    synchronize(device)
+    start.first_output_seconds = start.compiled_output_seconds = time.perf_counter() - began
+    start.compile_seconds, start.graphs = compile_seconds(), graphs_made()
+    start.compiled, start.shared = start.graphs, len(model.blocks) - start.graphs
+    return start
+
+
+class WanSweep(Sweep):
+    """The offloaded transformer, compiled on one of the two paths, at one workload, under many plans."""
+
+    def __init__(self, choice: CompileChoice, shape: WanShape, video: Video, settings: Settings) -> None:
+        self.name, self.tokens, self.settings = f"wan-{choice.how.replace('_', '-')}", video.tokens, settings
+        self.compiled = True
+        self.choice, self.shape = choice, shape
+        config = choice.offload_config(
+            flextensor.OffloadConfig(
+                include_patterns=(PATTERN,),
+                gpu_device=settings.device,
+                resident_below_bytes=settings.resident_below_bytes,
+                host_link_bytes_per_second=settings.host_link_bytes_per_second,
+            )
+        )
+        self.torch_device = torch.device("cpu" if settings.device == "host" else "cuda")
+        warm_up_gpu(self.torch_device)
+        self.x = make_inputs(shape, video, self.torch_device)["hidden_states"]
+        self.inputs = make_inputs(shape, video, self.torch_device)
+        model: Any = build(shape, "cpu")
+        self.total = weight_bytes(model)
+        self.start = Start(self.name, video.name)
+        self._set_up(model, config)
+        self.device = self.manager.device
+        self.activations = self._activations()
+        self._twin = None
+        self._expected = None
+        self.link = 0.0
+
+    def _set_up(self, model: Any, config: flextensor.OffloadConfig) -> None:
+        start, began = self.start, time.perf_counter()
+        self.model = flextensor.offload(model, config, self.choice.compile_fn(), name=self.name)
+        start.notes["offload"] = time.perf_counter() - began
+        self.manager = flextensor.get_offload_manager(self.name)
+        for index in range(self.manager.iters_before_inference):
+            self._timed_step(began)
+            if index == 0:
+                start.first_output_seconds = time.perf_counter() - began
+        if self.manager.phase != "inference":
+            raise RuntimeError(f"no plan after the set-up's steps; the engine is still in {self.manager.phase}")
+        for _ in range(self.choice.compile_externally(self.manager)):
+            self._timed_step(began)
+        self.choice.require_replanned(self.manager)
+        self._timed_step(began)
+        self.setup_seconds = time.perf_counter() - began
+        report = self.manager.compile_report()
+        start.compile_seconds, start.graphs = compile_seconds(), graphs_made()
+        start.compiled, start.shared, start.eager = report.compiled, report.shared, report.eager + report.pending
+
+    def _timed_step(self, began: float) -> None:
+        self.step()
+        synchronize(self.torch_device)
+        if not self.start.compiled_output_seconds and graphs_made():
+            self.start.compiled_output_seconds = time.perf_counter() - began
+
+    def step(self) -> torch.Tensor:
+        """One forward, as the denoising loop calls it."""
+        y: torch.Tensor = self.model(**self.inputs)[0]
+        return y
+
+    def resident_step(self) -> torch.Tensor:
+        """One forward of the twin."""
+        assert self._twin is not None
+        y: torch.Tensor = self._twin(**self.inputs)[0]
+        return y
+
+    def add_twin(self) -> None:
+        """The un-offloaded model beside it, compiled block by block in the same way, and its output."""
+        cuda = self.torch_device.type == "cuda"
+        self.start.later_graphs = graphs_made() - self.start.graphs
+        self.link = link_bandwidth(self.device, nbytes=(256 << 20) if cuda else 4 << 20)
+        twin: Any = build(self.shape, self.torch_device)
+        CompileChoice("external", self.choice.backend, self.choice.mode).compile_modules(twin.blocks)
+        self._twin = twin
+        self._expected = self.resident_step()
+        self.resident_seconds()
+        self._graphs_with_twin = graphs_made()
+
+    def count_later_graphs(self) -> None:
+        """Add what was compiled since the twin was: by replans and timed steps."""
+        self.start.later_graphs += graphs_made() - self._graphs_with_twin
