@@ -163,7 +163,7 @@ def test_the_second_transformer_follows_the_firsts_new_budget(namespace: str, tm
     first.replan(2_600_000)
     assert task.run(ITEMS)[0]["frames_sha256"] == want[0]["frames_sha256"]
     assert second.plan.budget_bytes == first.plan.budget_bytes and second.epoch == epoch + 1
-    assert second.plan.streamed_bytes == first.plan.streamed_bytes < streamed
+    assert second.plan.streamed_bytes < streamed
 
 
 def test_an_item_whose_decoding_failed_starts_from_its_latents(
