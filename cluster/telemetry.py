@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
 from cluster.messages import DeviceSample, HostSample
-from flextensor.store import HostStore
-from flextensor.store.memory import weights_pss
+
+if TYPE_CHECKING:
+    from flextensor.store import HostStore
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +166,8 @@ class HostTelemetry:
 
     def weights_pss(self, store: HostStore) -> int:
         """This process's part of the node's memory for ``store``; read as seldom as PSS is."""
+        from flextensor.store.memory import weights_pss  # brings torch, which asking a run does not need
+
         now = time.monotonic()
         if now - self._weights_pss_at >= PSS_INTERVAL:
             self._weights_pss = weights_pss([self._process.pid], store)

@@ -35,7 +35,6 @@ from cluster.task import Task, TaskContext, TaskError, resolve_task
 from cluster.telemetry import DeviceTelemetry, HostTelemetry, cuda_uuid
 from flextensor.planner.plan import Plan
 from flextensor.profile import TransferCurve
-from flextensor.store.memory import weights_pss
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +139,8 @@ class Worker:
     def report(self) -> dict[str, Any]:
         """The task's description, the manager's report, and ``weights_pss_bytes``: memory of this node for the weights,
         over all processes that hold the store. JSON-able."""
+        from flextensor.store.memory import weights_pss  # brings torch, which asking a run does not need
+
         if self._task is None:
             return {}
         store = self._manager.hosting.store
