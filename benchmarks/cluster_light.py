@@ -1,0 +1,66 @@
+"""A worker that takes part in rounds and does nothing else. Imports no torch: 32 of them fit a small machine.
+
+Its step gate is the real one. What it sends has the fields that the coordinator looks at.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from cluster.gate import StepGate
+
+
+class LightWorker:
+    """step_seconds: how long each of its steps lasts; 0: it runs none (a bare round)."""
+
+    def __init__(self, rank: int, step_seconds: float = 0.0) -> None:
+        self._rank = rank
+        self._gate = StepGate()
+        self._epoch = 1
+        self._prepared: tuple[int, int] | None = None
+        self._stop = threading.Event()
+        if step_seconds > 0:
+            threading.Thread(target=self._steps, args=(step_seconds,), daemon=True).start()
+
+    def _steps(self, seconds: float) -> None:
+        self._gate.enter()
+        while not self._stop.is_set():
+            self._gate.boundary()
+            time.sleep(seconds)
+
+    def state(self) -> Any:
+        """The fields of WorkerState that a round needs."""
+        return SimpleNamespace(
+            rank=self._rank,
+            epoch=self._epoch,
+            refusal="",
+            steps=self._gate.steps,
+            step_seconds=0.0,
+            weight_bytes=0,
+            streamed_bytes=0,
+        )
+
+    def propose(self, number: int, budget: Any, plan: Any, transfer: Any) -> Any:
+        """A plan of no bytes."""
+        empty = SimpleNamespace(weight_bytes=0, resident_bytes=0, streamed_bytes=0, prediction=None)
+        return SimpleNamespace(rank=self._rank, plan=empty, other_bytes=0, before_step_seconds=0.0)
+
+    def prepare(self, number: int, epoch: int, plan: Any, budget: Any, timeout: float) -> None:
+        """Stand at a step boundary."""
+        self._gate.close(number, timeout)
+        self._prepared = (number, epoch)
+
+    def commit(self, number: int) -> float:
+        """Go on with the new epoch; the seconds that the steps stood."""
+        assert self._prepared is not None and self._prepared[0] == number and self._gate.is_closed_by(number)
+        self._epoch = self._prepared[1]
+        stood = self._gate.parked_seconds()
+        self._gate.open(number)
+        return stood
+
+    def abort(self, number: int) -> None:
+        """Go on with the old epoch."""
+        self._gate.open(number)

@@ -1,0 +1,210 @@
+"""A run of real workers under a real coordinator, and how it is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from cluster.messages import Budget, CoordinatorOptions, Lease, LeaseResult, ReplanOutcome, ReplanRequest, WorkerStart
+from cluster.messages import WorkerState as State
+from cluster.pool import WorkerPool
+from cluster.session import make_coordinator, make_worker
+from flextensor.config import OffloadConfig
+
+READY_SECONDS = 150.0
+CALL_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Crew:
+    """How many workers, on what, with which model. num_gpus: of each worker. host_link: the host device's, bytes/s."""
+
+    device: str
+    workers: int
+    num_gpus: float
+    task: str
+    task_options: dict[str, Any]
+    host_link: float
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
+
+    def config(self) -> OffloadConfig:
+        """Every step is timed: figures of a few seconds need them all."""
+        settings: dict[str, Any] = {"offload_timing": "eager", "shm_wait_timeout": 120.0}
+        if not self.cuda:
+            settings |= {"host_link_bytes_per_second": self.host_link, "resident_below_bytes": 4096}
+        return OffloadConfig(**settings)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One worker over one measured lease. Seconds and bytes; ``joules`` is the GPU's, None without NVML."""
+
+    rank: int
+    steps: int
+    seconds: float
+    state: State
+    joules: float | None
+
+    @property
+    def steps_per_second(self) -> float:
+        return self.steps / self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        state = self.state
+        return {
+            "rank": self.rank,
+            "steps": self.steps,
+            "step_seconds": self.seconds / self.steps,
+            "compute_seconds": state.compute_seconds,
+            "stall_seconds": state.stall_seconds,
+            "stall_share": state.stall_seconds * self.steps / self.seconds,
+            "link_bytes_per_second": state.link_bytes_per_second,
+            "streamed_bytes": state.streamed_bytes,
+            "weight_bytes": state.weight_bytes,
+            "total_bytes": state.total_bytes,
+            "predicted_step_seconds": state.predicted.step_seconds if state.predicted else None,
+            "joules_a_step": None if self.joules is None else self.joules / self.steps,
+        }
+
+
+class Rig:
+    """Coordinator and workers, up and with their first plans. ``close`` ends them."""
+
+    def __init__(self, crew: Crew, *, budget: Budget = 0.5, **options: Any) -> None:
+        self.crew = crew
+        self.namespace = f"bench-{uuid.uuid4().hex[:8]}"
+        self._numbers = iter(range(1, 1 << 30))
+        began = time.monotonic()
+        settings = {"rollback_margin": None, "hang": 120.0} | options
+        self.coordinator = make_coordinator(CoordinatorOptions(namespace=self.namespace, **settings))
+        self.pool: WorkerPool | None = None
+        try:
+            self._get(self.coordinator.start.remote())
+
+            def make(rank: int) -> Any:
+                start = WorkerStart(
+                    namespace=self.namespace,
+                    rank=rank,
+                    workers=crew.workers,
+                    device=crew.device,
+                    config=crew.config(),
+                    task=crew.task,
+                    task_options=crew.task_options,
+                    budget=budget,
+                    store_namespace=self.namespace,
+                    threads=0 if crew.cuda else 1,
+                )
+                return make_worker(start, num_gpus=crew.num_gpus)
+
+            self.pool = WorkerPool(make, workers=crew.workers, coordinator=self.coordinator)
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+        self.setup_seconds = time.monotonic() - began
+
+    def _wait_until_ready(self) -> None:
+        assert self.pool is not None
+        end = time.monotonic() + READY_SECONDS
+        while len(self.pool.ready) < self.crew.workers:
+            left = end - time.monotonic()
+            waiting = self.pool.references()
+            done, _ = ray.wait(waiting, num_returns=1, timeout=max(left, 0.0)) if waiting else ([], [])
+            if not done:
+                notes = [slot.phase for slot in self.pool.slots]
+                raise TimeoutError(f"workers are not ready after {READY_SECONDS:.0f} s: {notes}")
+            self.pool.settle_setup(self.pool.slot_of(done[0]))
+
+    @property
+    def handles(self) -> list[Any]:
+        """The workers' actors, by rank."""
+        assert self.pool is not None
+        return [slot.handle for slot in self.pool.slots]
+
+    def _get(self, reference: Any) -> Any:
+        return ray.get(reference, timeout=CALL_SECONDS)
+
+    def states(self, ranks: Sequence[int] | None = None) -> list[State]:
+        """What the workers say of themselves now."""
+        chosen = range(self.crew.workers) if ranks is None else ranks
+        found: list[State] = self._get([self.handles[rank].state.remote() for rank in chosen])
+        return found
+
+    def replan(self, **request: Any) -> ReplanOutcome:
+        """Raises RuntimeError with the coordinator's reason when nobody moved."""
+        outcome: ReplanOutcome = self._get(self.coordinator.replan.remote(ReplanRequest(**request)))
+        if not outcome.committed:
+            raise RuntimeError(f"a replan was refused: {outcome.reason}")
+        return outcome
+
+    def lease(self, rank: int, steps: int, **more: Any) -> Any:
+        """Start ``steps`` steps on one worker; the reference of its LeaseResult."""
+        number = next(self._numbers)
+        item = {"id": f"m{number}", "seed": number % 7, "steps": steps, "fresh": True, **more}
+        return self.handles[rank].run.remote(Lease(number, (item,)))
+
+    def measure(self, ranks: Sequence[int], seconds: float, **more: Any) -> list[Reading]:
+        """These workers run at the same time for about ``seconds``, the others idle.
+
+        A short lease first: it puts a staged plan in force and tells how long a step takes.
+        """
+        trial = 4
+        took = [answer.seconds / trial for answer in self._get([self.lease(r, trial, **more) for r in ranks])]
+        steps = [min(max(round(seconds / max(one, 1e-5)), 8), 4000) for one in took]
+        before = self.states(ranks)
+        answers: list[LeaseResult] = self._get(
+            [self.lease(rank, count, **more) for rank, count in zip(ranks, steps, strict=True)]
+        )
+        after = self.states(ranks)
+        return [
+            Reading(rank, count, answer.seconds, state, _joules(was, state))
+            for rank, count, answer, was, state in zip(ranks, steps, answers, before, after, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End all actors of this run."""
+        if self.pool is not None:
+            self.pool.close(timeout=15)
+        ray.kill(self.coordinator)
+
+
+def _joules(before: State, after: State) -> float | None:
+    if before.gpu is None or after.gpu is None or before.gpu.energy_joules is None or after.gpu.energy_joules is None:
+        return None
+    return after.gpu.energy_joules - before.gpu.energy_joules
+
+
+@contextlib.contextmanager
+def rig(crew: Crew, **options: Any) -> Iterator[Rig]:
+    """A Rig that is closed at the block's end."""
+    made = Rig(crew, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def shared_gpu(crew: Crew) -> Crew:
+    """Two workers on one GPU."""
+    return replace(crew, workers=2, num_gpus=0.5)
+
+
+def process_id(handle: Any) -> int:
+    """The process of an actor."""
+    return int(ray.get(handle.__ray_call__.remote(lambda actor: os.getpid()), timeout=CALL_SECONDS))
+
+
+def median(values: Sequence[float]) -> float:
+    """0.0 for no values."""
+    return statistics.median(values) if values else 0.0

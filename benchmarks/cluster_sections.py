@@ -1,0 +1,174 @@
+"""The parts of the cluster benchmark that need real workers; each returns JSON-able figures (bytes, seconds)."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+import ray
+
+from benchmarks.cluster_rig import Crew, Reading, Rig, median, process_id, rig, shared_gpu
+
+BUDGETS = (0.25, 0.5, 0.75)
+
+
+def counts_up_to(workers: int) -> list[int]:
+    """1, 2, 4 ... and ``workers`` itself."""
+    counts = [1]
+    while counts[-1] * 2 < workers:
+        counts.append(counts[-1] * 2)
+    return counts if workers == 1 else [*counts, workers]
+
+
+def scaling(made: Rig, model: str, budgets: Sequence[float], seconds: float) -> list[dict[str, Any]]:
+    """A row a budget and a number of workers at work: the others are up, hold the store and idle.
+
+    The plans are joint: all workers run while they are measured for them.
+    """
+    rows = []
+    for budget in budgets:
+        joint_replan(made, budget=budget, measure_seconds=min(seconds, 1.0))
+        alone = 0.0
+        for count in counts_up_to(made.crew.workers):
+            readings = made.measure(range(count), seconds)
+            together = sum(reading.steps_per_second for reading in readings)
+            alone = alone or together
+            rows.append(
+                {
+                    "model": model,
+                    "budget": budget,
+                    "workers": count,
+                    "steps_per_second": together,
+                    "efficiency": together / (count * alone),
+                    **summary(readings),
+                    "each": [reading.as_json() for reading in readings],
+                }
+            )
+    return rows
+
+
+def summary(readings: Sequence[Reading]) -> dict[str, Any]:
+    """The slowest worker's step, and what goes over the links in all."""
+    slowest = max(readings, key=lambda reading: reading.seconds / reading.steps)
+    told = slowest.as_json()
+    rates = [reading.state.link_bytes_per_second for reading in readings]
+    joules = [reading.joules for reading in readings]
+    steps = sum(reading.steps for reading in readings)
+    keys = ("step_seconds", "stall_seconds", "stall_share", "predicted_step_seconds", "streamed_bytes", "weight_bytes")
+    return {
+        **{key: told[key] for key in (*keys, "total_bytes")},
+        "link_bytes_per_second": min(rates),
+        "link_share": min(rates) / max(rates) if max(rates) else None,
+        "joules_a_step": None if None in joules else sum(j for j in joules if j is not None) / steps,
+    }
+
+
+def joint_replan(made: Rig, *, measure_seconds: float, **request: Any) -> Any:
+    """A plan from what all workers measure while all of them run."""
+    made.replan(measure=False, **request)
+    made.measure(range(made.crew.workers), measure_seconds)
+    running = [made.lease(rank, steps) for rank, steps in enumerate(_steps_for(made, 2 * measure_seconds + 1.0))]
+    time.sleep(measure_seconds)
+    outcome = made.replan(measure=True, **request)
+    ray.get(running, timeout=120)
+    return outcome
+
+
+def _steps_for(made: Rig, seconds: float) -> list[int]:
+    return [min(max(round(seconds / max(state.step_seconds, 1e-4)), 8), 4000) for state in made.states()]
+
+
+def contention(crew: Crew, seconds: float, *, repeats: int = 2) -> dict[str, Any]:
+    """Two workers on one GPU: a plan from what each measures alone against one from what both measure together.
+
+    Latency mode (least memory that costs no time): there the link decides how much is streamed. Host devices have a
+    link each, so on them a link that is halved while both work stands for the shared one.
+    """
+    both: dict[str, Any] = {} if crew.cuda else {"link": crew.host_link / 2}
+    alone: dict[str, Any] = {} if crew.cuda else {"link": crew.host_link}
+    rows: dict[str, list[dict[str, Any]]] = {"solo": [], "joint": []}
+    links: list[float] = []
+    with rig(shared_gpu(crew)) as made:
+        made.replan(latency=True, measure=False)
+
+        def read(which: str, outcome: Any) -> None:
+            readings = made.measure([0, 1], seconds, **both)
+            together = sum(reading.steps_per_second for reading in readings)
+            weights = max(change.weight_bytes for change in outcome.changes)
+            rows[which].append({"steps_per_second": together, **summary(readings), "weight_bytes": weights})
+
+        for _ in range(repeats):  # in turn: clocks move
+            links += [made.measure([rank], seconds, **alone)[0].state.link_bytes_per_second for rank in (0, 1)]
+            read("solo", made.replan(latency=True, measure=True, reason="measured alone"))
+            running = [made.lease(rank, steps, **both) for rank, steps in enumerate(_steps_for(made, 2 * seconds + 1))]
+            time.sleep(seconds)
+            outcome = made.replan(latency=True, measure=True, reason="measured together")
+            ray.get(running, timeout=120)
+            read("joint", outcome)
+    solo, joint = _middle(rows["solo"]), _middle(rows["joint"])
+    return {
+        "shared": "one GPU and its link" if crew.cuda else "a link halved while both work (host devices)",
+        "alone_link_bytes_per_second": median(links),
+        "solo": solo,
+        "joint": joint,
+        "speedup": joint["steps_per_second"] / solo["steps_per_second"],
+    }
+
+
+def _middle(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of the numbers, column by column."""
+    found: dict[str, Any] = {}
+    for key in rows[0]:
+        values = [row[key] for row in rows]
+        found[key] = None if any(value is None for value in values) else statistics.median(values)
+    return found
+
+
+def memory(made: Rig) -> dict[str, Any]:
+    """Host memory of the weights over all processes that hold them, against one copy."""
+    reports = ray.get([handle.report.remote() for handle in made.handles], timeout=120)
+    by_node = {report["node"]: report for report in reports}
+    pss = sum(report["weights_pss_bytes"] for report in by_node.values())
+    store = sum(report["store_bytes"] for report in by_node.values())
+    return {"nodes": len(by_node), "store_bytes": store, "weights_pss_bytes": pss, "copies": pss / store}
+
+
+def coordinator_cost(made: Rig, seconds: float, *, repeats: int = 3) -> dict[str, Any]:
+    """What the coordinator's questions at 1 s cost a step.
+
+    cpu_share: processor time that one ``state`` call takes in the worker, a second: the most of a step that it can
+        delay. on, off: step seconds with the coordinator at work and stopped (SIGSTOP), in turn.
+    """
+    worker = psutil.Process(process_id(made.handles[0]))
+    coordinator = psutil.Process(process_id(made.coordinator))
+    calls = 40
+    before = sum(worker.cpu_times()[:2])
+    for _ in range(calls):
+        ray.get(made.handles[0].state.remote(), timeout=60)
+    spent = sum(worker.cpu_times()[:2]) - before
+    took: dict[str, list[float]] = {"on": [], "off": []}
+    watched = sum(coordinator.cpu_times()[:2])
+    began = time.monotonic()
+    everyone = range(made.crew.workers)
+    for _ in range(repeats):
+        for which in ("on", "off"):
+            if which == "off":
+                coordinator.send_signal(signal.SIGSTOP)
+            try:
+                readings = made.measure(everyone, seconds)
+            finally:
+                coordinator.send_signal(signal.SIGCONT)
+            took[which].append(max(reading.seconds / reading.steps for reading in readings))
+    on, off = median(took["on"]), median(took["off"])
+    return {
+        "interval_seconds": 1.0,
+        "cpu_share": spent / calls,
+        "coordinator_cpu_share": (sum(coordinator.cpu_times()[:2]) - watched) / (time.monotonic() - began),
+        "step_seconds_on": on,
+        "step_seconds_off": off,
+        "step_share": on / off - 1 if off else None,
+    }

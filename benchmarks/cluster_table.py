@@ -1,0 +1,184 @@
+"""The cluster benchmark's results as Markdown and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import environment_lines
+
+GIB = 2**30
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """All sections that there are."""
+    settings = data["settings"]
+    lines = ["# Cluster benchmark", "", *environment_lines(data["environment"]), ""]
+    lines += [f"{settings['workers']} workers, {settings['num_gpus']:g} GPU each, device `{settings['device']}`.", ""]
+    failed = [f"- {name}: {status}" for name, status in data["status"].items() if status != "ok"]
+    lines += [*failed, ""] if failed else []
+    for part in (_scaling, _contention, _replans, _small, _rounds):
+        lines += part(data)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_line(head), _line(["---"] * len(head)), *map(_line, rows), ""]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f}"
+
+
+def _gb(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate / 1e9:.2f}"
+
+
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _scaling(data: dict[str, Any]) -> list[str]:
+    if not data["scaling"]:
+        return []
+    head = ["model", "budget", "workers", "steps/s", "efficiency", "step ms", "predicted ms", "stall", "link GB/s"]
+    head += ["J a step", "streamed GiB"]
+    rows = [
+        [
+            row["model"],
+            f"{row['budget']:.0%}",
+            str(row["workers"]),
+            f"{row['steps_per_second']:.2f}",
+            f"{row['efficiency']:.1%}",
+            _ms(row["step_seconds"]),
+            _ms(row["predicted_step_seconds"]),
+            f"{row['stall_share']:.1%}",
+            _gb(row["link_bytes_per_second"]),
+            _number(row["joules_a_step"]),
+            f"{row['streamed_bytes'] / GIB:.3f}",
+        ]
+        for row in data["scaling"]
+    ]
+    text = "Step, stall and link are the slowest worker's; the others of the run are up and idle in rows with fewer."
+    return ["## 1 to N workers", "", text, "", *_table(head, rows)]
+
+
+def _contention(data: dict[str, Any]) -> list[str]:
+    found = data.get("contention")
+    if found is None:
+        return []
+    head = ["plan from", "steps/s, both", "step ms", "predicted ms", "stall", "link GB/s", "weights GiB"]
+    rows = [
+        [
+            f"{which} measurements",
+            f"{row['steps_per_second']:.2f}",
+            _ms(row["step_seconds"]),
+            _ms(row["predicted_step_seconds"]),
+            f"{row['stall_share']:.1%}",
+            _gb(row["link_bytes_per_second"]),
+            f"{row['weight_bytes'] / GIB:.3f}",
+        ]
+        for which, row in (("solo", found["solo"]), ("joint", found["joint"]))
+    ]
+    alone = _gb(found["alone_link_bytes_per_second"])
+    text = f"Shared: {found['shared']}; alone a worker gets {alone} GB/s. Joint over solo: {found['speedup']:.2f} times."
+    return ["## Two workers, one link: solo against joint measurements (latency mode)", "", text, "", *_table(head, rows)]
+
+
+def _replans(data: dict[str, Any]) -> list[str]:
+    found = data.get("replans")
+    if found is None:
+        return []
+    head = ["to", "epoch", "round ms", "pause ms", "allowed ms", "recovery ms"]
+    rows = [
+        [
+            one["to"],
+            str(one["epoch"]),
+            *(_ms(one[key]) for key in ("round_seconds", "pause_seconds", "allowed_seconds", "recovery_seconds")),
+        ]
+        for one in found["replans"]
+    ]
+    text = f"{found['items']} items, {len(found['different'])} of them different from a quiet run's. Allowed: one step "
+    text += "and the grown bytes over the link."
+    return ["## Replans under load", "", text, "", *_table(head, rows)]
+
+
+def _small(data: dict[str, Any]) -> list[str]:
+    rows: list[list[str]] = []
+    if (kill := data.get("kill")) is not None:
+        rows.append(["SIGKILL to the worker's next item, s", _number(kill["seconds_to_next_item"])])
+        rows.append(["items of that job, different, failed", f"{kill['items']}, {len(kill['different'])}, {kill['failed']}"])
+    for key in ("memory", "memory_stack"):
+        if (memory := data.get(key)) is not None:
+            text = f"{memory['weights_pss_bytes'] / GIB:.3f} of {memory['store_bytes'] / GIB:.3f} GiB"
+            rows.append([f"host memory of the weights ({key})", f"{text}: {memory['copies']:.3f} copies"])
+    if (cost := data.get("coordinator")) is not None:
+        rows.append(["coordinator at 1 s: worker's CPU in its questions", f"{cost['cpu_share']:.2%} of a step"])
+        rows.append(["coordinator on against stopped, step", _number(cost["step_share"], "+.2%")])
+        rows.append(["coordinator's own CPU", f"{cost['coordinator_cpu_share']:.2%} of a core"])
+    if (found := data.get("simulated")) is not None:
+        text = f"{found['seconds']:.2f} s, {found['slowest_solve_seconds']:.2f} s of it the planner, "
+        text += f"{found['coordinator_cpu_seconds']:.2f} s CPU; with Ray's calls {found['seconds_with_ray']:.2f} s"
+        rows.append([f"joint replan of {found['gpus']} simulated GPUs", text])
+    return ["## Figures", "", *_table(["what", "measured"], rows)] if rows else []
+
+
+def _rounds(data: dict[str, Any]) -> list[str]:
+    if not data.get("rounds"):
+        return []
+    head = ["light actors", "cores", "median ms", "p90 ms", "most ms"]
+    rows = [
+        [
+            str(one["actors"]),
+            str(one["cores"]),
+            *(_ms(one[key]) for key in ("median_seconds", "p90_seconds", "most_seconds")),
+        ]
+        for one in data["rounds"]
+    ]
+    return ["## Prepare and commit", "", *_table(head, rows)]
+
+
+def picture(data: dict[str, Any], path: Path) -> None:
+    """Throughput over workers, a panel a model, a line a budget; and the contention's two bars."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    models = list(dict.fromkeys(row["model"] for row in data["scaling"]))
+    contention = data.get("contention")
+    panels = len(models) + (contention is not None)
+    if not panels:
+        return
+    figure = Figure(figsize=(4.6 * panels + 0.4, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for at, model in enumerate(models):
+        axes = figure.add_subplot(1, panels, at + 1)
+        for budget in dict.fromkeys(row["budget"] for row in data["scaling"]):
+            rows = [row for row in data["scaling"] if row["model"] == model and row["budget"] == budget]
+            counts = [row["workers"] for row in rows]
+            (line,) = axes.plot(counts, [row["steps_per_second"] for row in rows], "o-", label=f"{budget:.0%} on the GPU")
+            if rows:
+                first = rows[0]["steps_per_second"]
+                axes.plot(counts, [first * count for count in counts], ":", color=line.get_color(), lw=1)
+        axes.set_title(model)
+        axes.set_xlabel("workers (dotted: ideal)")
+        axes.set_xticks(sorted({row["workers"] for row in data["scaling"]}))
+        axes.set_ylabel("steps/s, all workers")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=8)
+    if contention is not None:
+        axes = figure.add_subplot(1, panels, panels)
+        which = ("solo", "joint")
+        steps = [contention[name]["step_seconds"] * 1e3 for name in which]
+        stalls = [contention[name]["stall_seconds"] * 1e3 for name in which]
+        axes.bar(which, steps, color="#66a182", label="step")
+        axes.bar(which, stalls, color="#d1495b", label="of it stall", width=0.5)
+        axes.set_title("two workers, one link: plan from")
+        axes.set_ylabel("ms a step")
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
