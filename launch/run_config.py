@@ -136,6 +136,9 @@ def load_run_config(
     data = _merged(data, {"offload": load_config_from_env(environ)})
     for key, value in (overrides or {}).items():
         data = _merged(data, _nested(key, value))
+    for key in data:
+        if key not in RunConfig.model_fields:
+            raise ConfigError(unknown_key_message(key, RunConfig.model_fields))
     for required in ("model", "prompts"):
         if data.get(required) is None:
             raise ConfigError(f"setting {required!r} is missing; give it in the config file or as --{required}")

@@ -183,7 +183,7 @@ def _run_demo(request: TraceRequest) -> tuple[OffloadManager, str]:
         raise ConfigError("--demo runs benchmarks/model.py: start it in the project's folder") from None
     given = {key.removeprefix("offload."): value for key, value in parse_assignments(request.settings).items()}
     asked = {"include_patterns": ("layers.*",), "gpu_device": request.device, "offload_timing": "eager"}
-    offload = flextensor.OffloadConfig(**(asked | given))
+    offload = flextensor.OffloadConfig(**(asked | flextensor.load_config_from_env() | given))
     on_host = flextensor.make_device(offload).torch_device.type == "cpu"
     if on_host:
         offload = offload.updated(**({"resident_below_bytes": 4096, "host_link_bytes_per_second": 1e9} | given))
