@@ -1,0 +1,84 @@
+"""Steps that need more memory beside the weights than the profile's steps did: weights give way."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import flextensor as ft
+from tests.engine.conftest import MakePair
+from tests.engine.models import Blocks
+
+
+def blocks(i: int) -> torch.Tensor:
+    return torch.randn(4, 48, generator=torch.Generator().manual_seed(i))
+
+
+def test_after_a_step_ran_out_of_memory_the_next_has_fewer_weights(pair: MakePair, caplog) -> None:
+    one = pair(Blocks(), blocks, budget=0.8)
+    one.run(one.manager.iters_before_inference + 2)
+    plan, epoch = one.manager.plan, one.manager.epoch
+    assert plan is not None
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room for an activation")
+
+    hook = one.model.layers[3].register_forward_pre_hook(full)
+    with caplog.at_level(logging.WARNING), pytest.raises(torch.OutOfMemoryError):
+        one.model(*one.arguments())
+    hook.remove()
+    assert "fewer" in caplog.text or "from the next one on" in caplog.text
+    one.run(3)
+    assert one.manager.epoch == epoch + 1
+    assert one.manager.plan is not None
+    assert one.manager.plan.weight_bytes <= 0.8 * plan.weight_bytes
+    one.run(3)
+
+
+def test_where_no_plan_has_fewer_weights_it_says_so(pair: MakePair, caplog) -> None:
+    one = pair(Blocks(), blocks, budget=0.9)
+    one.run(one.manager.iters_before_inference + 1)
+    with pytest.raises(ft.BudgetError) as error:
+        one.manager.solve(1)
+    one.manager.replan(error.value.needed)
+    one.run(2)
+    epoch = one.manager.epoch
+    hook = one.model.layers[2].register_forward_pre_hook(_out_of_memory)
+    with caplog.at_level(logging.WARNING), pytest.raises(torch.OutOfMemoryError):
+        one.model(*one.arguments())
+    hook.remove()
+    assert "no plan has fewer weights" in caplog.text
+    one.run(3)
+    assert one.manager.epoch == epoch
+
+
+def _out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError
+
+
+@pytest.mark.gpu
+def test_a_larger_batch_stays_within_the_share_of_the_device() -> None:
+    """Profiled with 8 rows; then 400 MiB of activations in a share that had room for few: planned anew."""
+    device = torch.device("cuda")
+    total = torch.cuda.get_device_properties(device).total_memory
+    model = Blocks(count=8, width=2048, inner=8192).requires_grad_(False)
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    share = (torch.cuda.memory_allocated() + 0.9 * weights) / total
+    ft.offload(model, ft.OffloadConfig(include_patterns=["layers.*"], max_gpu_mem_fraction=share), name="room")
+    manager = ft.get_offload_manager("room")
+    try:
+        for _ in range(manager.iters_before_inference + 1):
+            model(torch.randn(8, 2048, device=device))
+        assert manager.plan is not None
+        before = manager.plan.weight_bytes
+        wide = torch.randn(4096, 2048, device=device)
+        model(wide)
+        model(wide)
+        assert manager.plan.weight_bytes < before
+        torch.cuda.reset_peak_memory_stats()
+        model(wide)
+        assert torch.cuda.max_memory_allocated() <= share * total
+    finally:
+        ft.release("room")
