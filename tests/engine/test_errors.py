@@ -46,7 +46,7 @@ def test_patterns_that_match_nothing_name_the_nearest(device: str, pattern: str,
 def test_no_patterns_and_patterns_for_modules_without_weights(device: str) -> None:
     model: nn.Module = Blocks()
     ft.offload(model, config(device, include_patterns=()), name="empty")
-    with pytest.raises(ft.OffloadError, match="include_patterns is empty.*offload_block"):
+    with pytest.raises(ft.OffloadError, match=r"include_patterns is empty.*offload_block"):
         model(torch.randn(2, 48, device="cpu" if device == "host" else device))
     ft.release("empty")
     model = nn.Sequential(nn.Linear(48, 48), nn.Tanh())
