@@ -329,11 +329,12 @@ class CausalLMTask:
         if self.options.cache != "static":
             return None
         if id(model) not in self._caches:
-            self._caches[id(model)] = StaticCaches(model, self._torch_device())
+            one_graph = self.choice.compiles and not self.choice.captures_graphs
+            self._caches[id(model)] = StaticCaches(model, self._torch_device(), one_graph=one_graph)
         return self._caches[id(model)]
 
     def _allow_graphs(self) -> None:
-        """Decoder layers read their own index, and prefill and decode differ: several graphs a layer."""
+        """Prefills of several lengths and decode steps differ, and some models' layers read their own index."""
         from flextensor.compiled_offload import bump_dynamo_limits_for_compiled_offload
         from launch.static_cache import GRAPHS_A_UNIT
 

@@ -65,6 +65,11 @@ class CompileChoice:
         """False for ``none``."""
         return self.how != "none"
 
+    @property
+    def captures_graphs(self) -> bool:
+        """True for modes in which Inductor captures CUDA graphs."""
+        return self.mode in ("reduce-overhead", "max-autotune")
+
     def offload_config(self, config: OffloadConfig) -> OffloadConfig:
         """``config`` as this choice needs it: ``external_compile`` set or not."""
         if config.external_compile == (self.how == "external"):

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import flextensor as ft
 from cluster.messages import Item
@@ -17,6 +19,7 @@ from flextensor import registry
 from launch.causal_lm import CausalLMTask
 from launch.compile_choice import CompileChoice
 from launch.model_files import TaskInputError
+from launch.static_cache import StaticCaches
 from launch.wan_t2v import WanT2VTask
 from launch.wan_tiny import BLOCKS
 from tests.launch.tiny_causal_lm import llama_config, save_model
@@ -25,11 +28,11 @@ from tests.launch.wan import BUDGET, ITEMS, SIZES, context, loaded, managers
 pytest.importorskip("diffusers")
 
 PROMPTS: list[Item] = [
-    {"id": "a", "prompt": "one"},
+    {"id": "a", "prompt": "the end"},
     {"id": "b", "prompt": "a longer prompt"},
-    {"id": "c", "prompt": "two words"},
+    {"id": "c", "prompt": "tell me more of it"},
 ]
-LAYERS = 2
+LAYERS = 3
 EXTERNAL = {"compile": "external", "compile_backend": "aot_eager"}
 
 
@@ -138,7 +141,7 @@ def language_task(folder: Path, namespace: str, **options: Any) -> CausalLMTask:
         shm_namespace=namespace,
         resident_below_bytes=4096,
         host_link_bytes_per_second="1GB/s",
-        budget_bytes=400_000,
+        budget_bytes=500_000,
     )
     task.load(TaskContext(config, "w0", namespace, lambda text: None))
     task.warm_up(PROMPTS)
@@ -165,14 +168,39 @@ def test_a_static_cache_llm_gives_the_tokens_of_the_same_model_compiled_whole(
         [{"id": "b", "prompt": "a longer prompt"}, {"id": "z", "prompt": "another one, of another length"}]
     )
     assert graphs() == made, "prefill and decode steps run what the warm-up compiled"
-    assert made == 2 * LAYERS, "a layer that reads its index makes two graphs: prefill, and one for all decode steps"
+    assert made == 2, "one for prefill and one for all decode steps, of all layers, though each has an index"
     report = manager.compile_report()
-    assert (report.compiled, report.eager, report.pending) == (LAYERS, 0, 0)
+    assert (report.compiled, report.shared, report.eager, report.pending) == (1, LAYERS - 1, 0, 0)
     assert manager.plan is not None and manager.plan.streamed_bytes > 0 and manager.live().unforeseen_visits == 0
     by_id = {result["id"]: result["tokens"] for result in results}
-    assert max(map(len, by_id.values())) == 12 and len(set(map(tuple, by_id.values()))) == 3
+    assert {len(tokens) for tokens in by_id.values()} == {12} and len(set(map(tuple, by_id.values()))) == 3
     assert again[0]["tokens"] == by_id["b"]
     assert task.verify(PROMPTS, results) == {"checked": 3, "identical": 3, "different": []}
+    ft.release("w0")
+    plain = language_task(tmp_path, namespace, cache="dynamic")
+    assert {result["id"]: result["tokens"] for result in plain.run(PROMPTS)} == by_id
+
+
+def test_layers_that_read_their_index_elsewhere_keep_it(namespace: str, tmp_path: Path) -> None:
+    """Such a layer must not be told that it is the first."""
+
+    class Scaled(LlamaDecoderLayer):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs) * (1.0 + 0.1 * self.self_attn.layer_idx)
+
+    class ScaledAttention(LlamaAttention):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            hidden, weights = super().forward(*args, **kwargs)
+            return hidden * (1.0 + 0.1 * self.layer_idx), weights
+
+    model = AutoModelForCausalLM.from_config(llama_config(num_hidden_layers=LAYERS)).eval()
+    assert StaticCaches(model, torch.device("cpu"), one_graph=True).layers_alike == LAYERS
+    for cls, place in ((Scaled, lambda layer: layer), (ScaledAttention, lambda layer: layer.self_attn)):
+        model = AutoModelForCausalLM.from_config(llama_config(num_hidden_layers=LAYERS)).eval()
+        for layer in model.model.layers:
+            place(layer).__class__ = cls
+        assert StaticCaches(model, torch.device("cpu"), one_graph=True).layers_alike == 0
+        assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(range(LAYERS))
 
 
 def test_a_static_cache_gives_the_tokens_of_a_growing_one(namespace: str, tmp_path: Path) -> None:
