@@ -14,7 +14,6 @@ from cluster.task import TaskContext
 from flextensor.config import OffloadConfig, unknown_key_message
 from launch.compile_choice import CompileChoice
 from launch.model_files import TaskInputError, stored_tensors
-from launch.static_cache import BUCKET
 
 if TYPE_CHECKING:
     import torch
@@ -305,7 +304,7 @@ class CausalLMTask:
         if caches is not None:
             # Copies of the last text end when it does.
             texts += texts[-1:] * (caches.rows - len(texts))
-            fixed["pad_to_multiple_of"] = BUCKET
+            fixed = caches.padding
         special = self._tokenizer.chat_template is None
         inputs = self._tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=special, **fixed).to(
             self._torch_device()

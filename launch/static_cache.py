@@ -53,6 +53,11 @@ class StaticCaches:
         """How many layers share their graphs by the note."""
         return len(self._layers)
 
+    @property
+    def padding(self) -> dict[str, Any]:
+        """What the tokenizer is given, so that prompts come in few lengths."""
+        return {"pad_to_multiple_of": BUCKET}
+
     def take(self, rows: int, positions: int) -> dict[str, Any]:
         """What ``generate`` is given: an empty cache for ``rows`` sequences of at most ``positions`` tokens."""
         positions = -(-positions // BUCKET) * BUCKET
@@ -111,8 +116,9 @@ def _only_updates(cls: type[nn.Module]) -> bool:
     for base in cls.__mro__:
         if base is nn.Module or "forward" not in vars(base):
             continue
+        forward: Any = vars(base)["forward"]
         try:
-            source = inspect.getsource(inspect.unwrap(base.forward))
+            source = inspect.getsource(inspect.unwrap(forward))
         except (OSError, TypeError):
             return False
         reads_index = len(_INDEX_USE.findall(source))
