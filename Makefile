@@ -13,7 +13,7 @@ MODEL := models/SmolLM2-135M-Instruct
 # one cluster for the session. No call leaves the machine.
 QUIET := RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test lint format model clean
+.PHONY: demo test test-deploy lint format model clean
 .DELETE_ON_ERROR:
 
 $(DEMO_STAMP): $(PINS)
@@ -32,6 +32,9 @@ demo: model
 
 test: $(TEST_STAMP)
 	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+test-deploy: $(TEST_STAMP)
+	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m deploy tests/deploy $(PYTEST_ARGS)
 
 lint: $(TEST_STAMP)
 	@$(BIN)/ruff format --check .

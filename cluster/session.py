@@ -118,9 +118,12 @@ def attach(address: str, *, namespace: str, auth: str = "") -> str:
             logging_level=logging.ERROR,
             configure_logging=False,
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SessionError(f"no Ray cluster answers at {address!r} ({first}); check --address") from error
+        raise SessionError(
+            f"no Ray cluster answers at {address!r} ({first}); check --address and, where the cluster asks "
+            f"for a token, RAY_AUTH_MODE=token and ~/.ray/auth_token (RAY_AUTH_MODE is {os.environ.get('RAY_AUTH_MODE', 'unset')!r})"
+        ) from error
     return str(context.address_info["gcs_address"]) if "gcs_address" in context.address_info else address
 
 

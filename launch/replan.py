@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich.console import Console
 
 from cluster.messages import ReplanOutcome, ReplanRequest
@@ -86,3 +88,10 @@ def _tell(outcome: ReplanOutcome, console: Console) -> bool:
             f"longest stand {words.milliseconds(outcome.parked_seconds)}"
         )
     return True
+
+
+if __name__ == "__main__":
+    # ``ray submit launch/cluster.yaml launch/replan.py -- --budget 40%`` runs this file on the head node.
+    from launch.cli import main
+
+    main(["replan", "--address", "auto", *sys.argv[1:]])

@@ -1,0 +1,111 @@
+"""``ray job submit`` on a head with token authentication, and commands that reach only their own run."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.deploy.jobs import TOTAL_BYTES, Job, wait_for, write_job
+from tests.deploy.sandbox import Sandbox, beyond_loopback
+
+pytestmark = [pytest.mark.deploy, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(300)]
+
+PORT = 6380
+ADDRESS = f"127.0.0.1:{PORT}"
+
+
+@pytest.fixture
+def head(sandbox: Sandbox) -> Iterator[Sandbox]:
+    """A head with 4 logical GPUs that asks for the token."""
+    sandbox.environment["RAY_AUTH_MODE"] = "token"
+    sandbox.run("ray", "get-auth-token", "--generate")
+    sandbox.run(
+        *("ray", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={PORT}", "--num-cpus=4", "--num-gpus=4"),
+        *("--object-store-memory=80000000", "--disable-usage-stats"),
+        RAY_memory_monitor_refresh_ms="0",
+    )
+    yield sandbox
+
+
+def submit(head: Sandbox, job: Job) -> str:
+    """The id of a job that runs ``python -m launch generate``."""
+    output = head.run(
+        *("ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--no-wait", "--"),
+        *("python", "-m", "launch", "generate", "--config", str(job.config)),
+    )
+    found = re.search(r"Job '(raysubmit_\w+)' submitted", output)
+    assert found is not None, output
+    return found[1]
+
+
+def job_status(head: Sandbox, job_id: str) -> str:
+    return head.run("ray", "job", "status", "--address", "http://127.0.0.1:8265", job_id)
+
+
+def flextensor(head: Sandbox, *arguments: str, code: int = 0, **environment: str) -> str:
+    """A command of ours, started on the head by hand; its output."""
+    process = head.start(sys.executable, "-m", "launch", *arguments, "--address", ADDRESS, **environment)
+    ended, output = head.ended(process, 90)
+    assert ended == code, f"{arguments} ended with {ended}:\n{output}"
+    return output
+
+
+def status(head: Sandbox, namespace: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(flextensor(head, "status", "--json", "--namespace", namespace).splitlines()[-1])
+    return found
+
+
+def test_two_submitted_jobs_with_a_token_and_commands_that_reach_one_of_them(head: Sandbox) -> None:
+    jobs = {name: write_job(head.folder, name, items=220, seconds=0.1) for name in ("here", "there")}
+    ids = {name: submit(head, job) for name, job in jobs.items()}
+    for job in jobs.values():
+        wait_for(f"both workers of {job.output.stem} at work", lambda job=job: len({x["pid"] for x in job.lines}) == 2)
+    listeners = head.listeners()
+    assert {ADDRESS, "127.0.0.1:8265"} <= listeners, listeners
+    assert not beyond_loopback(listeners)
+
+    before = status(head, "there")
+    unnamed = flextensor(head, "pause", code=2)
+    assert "several runs are going on" in unnamed and "here" in unnamed and "there" in unnamed
+    assert "all workers moved" in flextensor(head, "replan", "--budget", "80%", "--namespace", "here")
+    assert "all workers moved" in flextensor(head, "rollback", "--namespace", "here")
+    assert "2 workers stand" in flextensor(head, "pause", "--namespace", "here")
+    after = status(head, "there")
+    assert status(head, "here")["paused"] and not after["paused"]
+    assert after["epoch"] == before["epoch"] and after["job"]["done"] > before["job"]["done"]
+    assert [w["epoch"] for w in after["workers"]] == [w["epoch"] for w in before["workers"]]
+    assert "no run in namespace 'elsewhere'" in flextensor(head, "pause", "--namespace", "elsewhere", code=2)
+    assert "2 workers go on" in flextensor(head, "resume", "--namespace", "here")
+
+    stranger = flextensor(head, "status", "--namespace", "here", code=2, RAY_AUTH_MODE="disabled")
+    assert "RAY_AUTH_MODE" in stranger
+
+    for name, job in jobs.items():
+        wait_for(f"job {name} ends", lambda name=name: "RUNNING" not in job_status(head, ids[name]))
+        assert "SUCCEEDED" in job_status(head, ids[name])
+        job.assert_complete()
+    replanned = jobs["here"].replans()
+    assert len(replanned) == 2 and not jobs["there"].replans()
+    assert all(0 < size <= 0.8 * TOTAL_BYTES for size in replanned[0]["weight_bytes"].values())
+    assert all(size > 0 for size in replanned[0]["streamed_bytes"].values())
+
+
+def test_a_run_of_its_own_listens_on_loopback_only(sandbox: Sandbox) -> None:
+    job = write_job(sandbox.folder, "alone", items=60, seconds=0.1)
+    run = sandbox.start(sys.executable, "-m", "launch", "generate", "--config", str(job.config))
+    wait_for("a worker at work", lambda: job.lines or run.poll())
+    listeners = sandbox.listeners()
+    assert len(listeners) > 3 and not beyond_loopback(listeners)
+    assert (sandbox.home / ".ray" / "auth_token").exists(), "Ray of one's own asks for a token too"
+    paused = sandbox.run(sys.executable, "-m", "launch", "pause")
+    assert "2 workers stand" in paused, "found by the run file"
+    sandbox.run(sys.executable, "-m", "launch", "resume")
+    code, output = sandbox.ended(run)
+    assert code == 0, output
+    job.assert_complete()
+    assert sandbox.run("ls", "/dev/shm") == ""

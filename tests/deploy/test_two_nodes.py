@@ -1,0 +1,111 @@
+"""Two nodes: a store on each, one replan for the workers of both, and a node that dies in the middle."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.jobs import TOTAL_BYTES, wait_for, write_job
+from tests.deploy.sandbox import Sandbox, beyond_loopback
+from tests.deploy.two_nodes import SECOND
+
+pytestmark = [pytest.mark.deploy, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+class TwoNodes:
+    """The cluster of ``two_nodes.py`` as the tests steer it."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
+        script = str(Path(__file__).with_name("two_nodes.py"))
+        self.commands = sandbox.folder / "commands"
+        self.commands.touch()
+        log, follow = sandbox.folder / "cluster.log", f"exec tail -n +1 -f {self.commands}"
+        self._process = sandbox.start(
+            "bash", "-c", f"({follow}) | {sys.executable} {script} > {log} 2>&1", RAY_AUTH_MODE="disabled"
+        )
+        wait_for("both nodes", lambda: '"address"' in log.read_text() if log.exists() else False)
+        (line,) = (line for line in log.read_text().splitlines() if line.startswith('{"address"'))
+        self.where = ("--address", json.loads(line)["address"])
+
+    def tell(self, command: str) -> None:
+        with open(self.commands, "a") as file:
+            file.write(command + "\n")
+
+    def flextensor(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "launch", *arguments, *self.where]
+
+    def status(self, namespace: str) -> dict[str, Any]:
+        process = self.sandbox.start(
+            *self.flextensor("status", "--json", "--namespace", namespace), RAY_AUTH_MODE="disabled"
+        )
+        code, output = self.sandbox.ended(process, 60)
+        assert code == 0, output
+        status: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return status
+
+
+@pytest.fixture
+def two_nodes(sandbox: Sandbox) -> Iterator[TwoNodes]:
+    yield TwoNodes(sandbox)
+
+
+def stores_seen_by(pid: int, namespace: str, sandbox: Sandbox) -> list[str]:
+    """The store's files in the /dev/shm of a process."""
+    listed = sandbox.run("ls", f"/proc/{pid}/root/dev/shm").split()
+    return [name for name in listed if namespace in name]
+
+
+def test_one_store_a_node_one_replan_for_both_and_a_node_killed_in_the_middle(
+    sandbox: Sandbox, two_nodes: TwoNodes
+) -> None:
+    job = write_job(sandbox.folder, "nodes", items=160, seconds=0.1)
+    run = sandbox.start(*two_nodes.flextensor("generate", "--config", str(job.config)), RAY_AUTH_MODE="disabled")
+    wait_for("both workers at work", lambda: len({line["pid"] for line in job.lines}) == 2 or run.poll())
+
+    states = {state["node"]: state for state in two_nodes.status("nodes")["workers"]}
+    assert len(states) == 2 and SECOND in states
+    stores = [stores_seen_by(state["pid"], "nodes", sandbox) for state in states.values()]
+    assert [len(found) for found in stores] == [1, 1], stores
+    mounts = {sandbox.run("readlink", f"/proc/{state['pid']}/ns/mnt") for state in states.values()}
+    assert len(mounts) == 2
+    assert not beyond_loopback(sandbox.listeners())
+
+    first = sandbox.run(
+        *two_nodes.flextensor("replan", "--budget", "80%", "--namespace", "nodes"), RAY_AUTH_MODE="disabled"
+    )
+    assert "all workers moved" in first
+
+    assert run.poll() is None
+    two_nodes.tell("kill")
+    killed = time.monotonic()
+    wait_for("the loss is seen", lambda: any(e["event"] == "worker_lost" for e in job.events) or run.poll(), timeout=60)
+    wait_for(
+        "the run goes on without the node",
+        lambda: (
+            time.monotonic() - killed > 6
+            and sandbox.ended(
+                sandbox.start(
+                    *two_nodes.flextensor("replan", "--budget", "60%", "--namespace", "nodes"), RAY_AUTH_MODE="disabled"
+                )
+            )[0]
+            == 0
+        ),
+        timeout=60,
+    )
+    assert run.poll() is None, "the replan came in the middle"
+    code, output = sandbox.ended(run, timeout=120)
+    assert code == 0, output
+    job.assert_complete()
+    pids = {line["pid"] for line in job.lines}
+    assert pids == {state["pid"] for state in states.values()}, "what the lost node had was run by the other"
+    both, alone = job.replans()
+    assert len(both["weight_bytes"]) == 2 and len(alone["weight_bytes"]) == 1
+    assert all(0 < size <= 0.8 * TOTAL_BYTES for size in both["weight_bytes"].values())
+    assert all(size > 0 for size in both["streamed_bytes"].values())
