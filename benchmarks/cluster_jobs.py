@@ -23,6 +23,7 @@ from cluster.messages import JobProgress
 
 SEEDS = 8
 MOST_ITEMS = 4000
+CHECKED = 2
 SETTLED = 1.5
 """A step that takes at most so many times its plan's median is a step of the steady state."""
 
@@ -30,7 +31,7 @@ Answers = list[dict[str, Any]]
 
 
 def run_job(made: Rig, steps: int, work: Callable[[], None], *, least: int) -> tuple[Answers, JobProgress]:
-    """A batch job that lasts until ``work`` (beside it, once every worker has answered) is done and ``least`` items are.
+    """A batch job that lasts until ``work`` (beside it, once workers have answered) is done and ``least`` items are.
 
     Raises what ``work`` raises.
     """
@@ -80,10 +81,14 @@ def run_job(made: Rig, steps: int, work: Callable[[], None], *, least: int) -> t
     return answers, progress
 
 
-def quiet(made: Rig, steps: int) -> dict[int, str]:
-    """The digest of each seed's output, from a job that nothing disturbs."""
+def quiet(made: Rig, steps: int) -> tuple[dict[int, str], dict[str, Any]]:
+    """The digest of each seed's output, from a job that nothing disturbs; and ``verify``'s word on some of them."""
     answers, _ = run_job(made, steps, lambda: None, least=2 * SEEDS)
-    return {answer["seed"]: answer["digest"] for answer in answers}
+    expected = {answer["seed"]: answer["digest"] for answer in answers}
+    checked = answers[:CHECKED]
+    items = tuple({"id": answer["id"], "seed": answer["seed"], "steps": steps} for answer in checked)
+    verified: dict[str, Any] = ray.get(made.handles[0].verify.remote(items, tuple(checked)), timeout=120)
+    return expected, verified
 
 
 def different(answers: Answers, expected: dict[int, str]) -> list[str]:
@@ -165,8 +170,7 @@ def _pause_and_recovery(answers: Answers, one: dict[str, Any], until: float) -> 
 
 
 def killed_worker(made: Rig, steps: int, expected: dict[int, str], *, patience: float = 90.0) -> dict[str, Any]:
-    """SIGKILL of the last worker in the middle of a job: when it has answered an item again, and that nothing is lost.
-    """
+    """SIGKILL of the last worker in the middle of a job: when it has answered an item again; is anything lost?"""
     victim = made.crew.workers - 1
     found: dict[str, float] = {}
 

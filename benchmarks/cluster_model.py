@@ -105,7 +105,11 @@ class BenchmarkTask:
         """The model with its parameters on meta, and the pattern of its units."""
         raise NotImplementedError
 
-    def compute(self, model: Any, seed: int, steps: int, device: torch.device) -> torch.Tensor:
+    def make_input(self, seed: int, device: torch.device) -> torch.Tensor:
+        """The first step's input, on the device."""
+        raise NotImplementedError
+
+    def compute(self, model: Any, x: torch.Tensor, steps: int) -> torch.Tensor:
         """``steps`` forwards; the output, on the CPU."""
         raise NotImplementedError
 
@@ -131,15 +135,18 @@ class BenchmarkTask:
         if item.get("fresh"):
             self._manager.reset_offload_timing()
         self._sampling.stamps.clear()
-        began, steps = time.time(), int(item["steps"])
+        steps = int(item["steps"])
         with torch.inference_mode():
-            output = self.compute(self._model, int(item["seed"]), steps, self._manager.device.torch_device)
-        finished = time.time()
+            x = self.make_input(int(item["seed"]), self._manager.device.torch_device)
+            began, counted = time.time(), time.perf_counter()
+            output = self.compute(self._model, x, steps)
+        seconds, finished = time.perf_counter() - counted, time.time()
         return {
             "id": item["id"],
             "seed": item["seed"],
             "digest": hashlib.sha256(output.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
             "tokens": steps,
+            "seconds": seconds,
             "pid": os.getpid(),
             "began": began,
             "finished": finished,
@@ -162,7 +169,7 @@ class BenchmarkTask:
         different = []
         for item, result in zip(items, results, strict=True):
             with torch.inference_mode():
-                output = self.compute(twin, int(item["seed"]), int(item["steps"]), device)
+                output = self.compute(twin, self.make_input(int(item["seed"]), device), int(item["steps"]))
             raw = output.contiguous().view(torch.uint8).numpy().tobytes()
             if hashlib.sha256(raw).hexdigest() != result["digest"]:
                 different.append(str(item["id"]))
@@ -188,8 +195,10 @@ class StackTask(BenchmarkTask):
         sizes = {key: int(self.options[key]) for key in ("blocks", "width", "hidden", "heads")}
         return Shape(**sizes, dtype=DTYPES[self.options["dtype"]])
 
-    def compute(self, model: Any, seed: int, steps: int, device: torch.device) -> torch.Tensor:
-        x = make_input(self._shape(), int(self.options["tokens"]), device, seed=seed)
+    def make_input(self, seed: int, device: torch.device) -> torch.Tensor:
+        return make_input(self._shape(), int(self.options["tokens"]), device, seed=seed)
+
+    def compute(self, model: Any, x: torch.Tensor, steps: int) -> torch.Tensor:
         for _ in range(steps):
             y = model(x)
             x = y / y.float().pow(2).mean().sqrt().to(y.dtype)  # a denoising loop's step: of one size
@@ -218,18 +227,18 @@ class LlamaTask(BenchmarkTask):
             pad_token_id=0,
         )
         with parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=DTYPES[options["dtype"]], attn_implementation="sdpa"
-            )
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[options["dtype"]], attn_implementation="sdpa")
         return model, "model.layers.*"
 
-    def compute(self, model: Any, seed: int, steps: int, device: torch.device) -> torch.Tensor:
-        from transformers import DynamicCache
-
+    def make_input(self, seed: int, device: torch.device) -> torch.Tensor:
         numbers = torch.Generator().manual_seed(seed)
         shape = (1, int(self.options["prompt"]))
-        tokens = torch.randint(1, int(self.options["vocabulary"]), shape, generator=numbers).to(device)
-        cache, made = DynamicCache(), []
+        return torch.randint(1, int(self.options["vocabulary"]), shape, generator=numbers).to(device)
+
+    def compute(self, model: Any, x: torch.Tensor, steps: int) -> torch.Tensor:
+        from transformers import DynamicCache
+
+        tokens, cache, made = x, DynamicCache(), []
         for _ in range(steps):
             logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
             tokens = logits.argmax(-1, keepdim=True)

@@ -160,7 +160,8 @@ class Rig:
         A short lease first: it puts a staged plan in force and tells how long a step takes.
         """
         trial = 4
-        took = [answer.seconds / trial for answer in self._get([self.lease(r, trial, **more) for r in ranks])]
+        tried: list[LeaseResult] = self._get([self.lease(r, trial, **more) for r in ranks])
+        took = [answer.results[0]["seconds"] / trial for answer in tried]
         steps = [min(max(round(seconds / max(one, 1e-5)), 8), 4000) for one in took]
         before = self.states(ranks)
         answers: list[LeaseResult] = self._get(
@@ -168,7 +169,7 @@ class Rig:
         )
         after = self.states(ranks)
         return [
-            Reading(rank, count, answer.seconds, state, _joules(was, state))
+            Reading(rank, count, answer.results[0]["seconds"], state, _joules(was, state))
             for rank, count, answer, was, state in zip(ranks, steps, answers, before, after, strict=True)
         ]
 

@@ -19,7 +19,15 @@ from benchmarks.cluster_light import LightWorker
 from benchmarks.cluster_rig import process_id
 from cluster.asking import Member
 from cluster.coordinator import Coordinator
-from cluster.messages import Budget, CoordinatorOptions, Measurement, Proposal, ReplanOutcome, ReplanRequest, WorkerState
+from cluster.messages import (
+    Budget,
+    CoordinatorOptions,
+    Measurement,
+    Proposal,
+    ReplanOutcome,
+    ReplanRequest,
+    WorkerState,
+)
 from flextensor.config import OffloadConfig
 from flextensor.planner.plan import Plan
 from flextensor.planning import solve
@@ -50,9 +58,11 @@ def light_rounds(count: int, *, rounds: int = 30, step_seconds: float = 0.0) -> 
     maker = ray.remote(LightWorker).options(num_cpus=0, max_concurrency=3)
     handles = [maker.remote(rank, step_seconds) for rank in range(count)]
     options = CoordinatorOptions(namespace=namespace, rollback_margin=None, rollback_steps=0)
-    coordinator = ray.remote(SeatedCoordinator).options(
-        num_cpus=0, runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}
-    ).remote(options)
+    coordinator = (
+        ray.remote(SeatedCoordinator)
+        .options(num_cpus=0, runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}})
+        .remote(options)
+    )
     try:
         states = ray.get([handle.state.remote() for handle in handles], timeout=180)
         ray.get(coordinator.seat.remote(handles, states, [None] * count), timeout=60)
@@ -175,7 +185,9 @@ class SimulatedWorker:
         self._staged = 0
 
 
-def simulated_cluster(gpus: int = 1024, *, kinds: int = 4, cost_a_call: float = 0.0, blocks: int = 24) -> dict[str, Any]:
+def simulated_cluster(
+    gpus: int = 1024, *, kinds: int = 4, cost_a_call: float = 0.0, blocks: int = 24
+) -> dict[str, Any]:
     """One joint replan of ``gpus`` workers. cost_a_call: processor seconds of the coordinator for a call through Ray
     (``light_rounds`` measures it), which calls without Ray lack."""
     bandwidths = [55e9 / (1 + kind) for kind in range(kinds)]
@@ -192,7 +204,9 @@ def simulated_cluster(gpus: int = 1024, *, kinds: int = 4, cost_a_call: float = 
         return solutions[nearest]
 
     workers = [
-        SimulatedWorker(rank, TransferCurve.from_bandwidth(bandwidths[rank * 7919 % kinds] * (1 - rank % 5 / 1e3)), solved)
+        SimulatedWorker(
+            rank, TransferCurve.from_bandwidth(bandwidths[rank * 7919 % kinds] * (1 - rank % 5 / 1e3)), solved
+        )
         for rank in range(gpus)
     ]
 

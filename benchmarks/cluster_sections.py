@@ -32,11 +32,12 @@ def scaling(made: Rig, model: str, budgets: Sequence[float], seconds: float) -> 
     rows = []
     for budget in budgets:
         joint_replan(made, budget=budget, measure_seconds=min(seconds, 1.0))
-        alone = 0.0
+        alone = alone_link = 0.0
         for count in counts_up_to(made.crew.workers):
             readings = made.measure(range(count), seconds)
             together = sum(reading.steps_per_second for reading in readings)
-            alone = alone or together
+            told = summary(readings)
+            alone, alone_link = alone or together, alone_link or told["link_bytes_per_second"]
             rows.append(
                 {
                     "model": model,
@@ -44,7 +45,8 @@ def scaling(made: Rig, model: str, budgets: Sequence[float], seconds: float) -> 
                     "workers": count,
                     "steps_per_second": together,
                     "efficiency": together / (count * alone),
-                    **summary(readings),
+                    **told,
+                    "link_share": told["link_bytes_per_second"] / alone_link if alone_link else None,
                     "each": [reading.as_json() for reading in readings],
                 }
             )
@@ -56,14 +58,13 @@ def summary(readings: Sequence[Reading]) -> dict[str, Any]:
     slowest = max(readings, key=lambda reading: reading.seconds / reading.steps)
     told = slowest.as_json()
     rates = [reading.state.link_bytes_per_second for reading in readings]
-    joules = [reading.joules for reading in readings]
+    joules = {reading.state.device: reading.joules for reading in readings}  # workers of one GPU share its counter
     steps = sum(reading.steps for reading in readings)
     keys = ("step_seconds", "stall_seconds", "stall_share", "predicted_step_seconds", "streamed_bytes", "weight_bytes")
     return {
         **{key: told[key] for key in (*keys, "total_bytes")},
         "link_bytes_per_second": min(rates),
-        "link_share": min(rates) / max(rates) if max(rates) else None,
-        "joules_a_step": None if None in joules else sum(j for j in joules if j is not None) / steps,
+        "joules_a_step": None if None in joules.values() else sum(j for j in joules.values() if j is not None) / steps,
     }
 
 
@@ -163,7 +164,7 @@ def coordinator_cost(made: Rig, seconds: float, *, repeats: int = 3) -> dict[str
             finally:
                 coordinator.send_signal(signal.SIGCONT)
             took[which].append(max(reading.seconds / reading.steps for reading in readings))
-    on, off = median(took["on"]), median(took["off"])
+    on, off = min(took["on"]), min(took["off"])  # what disturbs a measurement only adds to it
     return {
         "interval_seconds": 1.0,
         "cpu_share": spent / calls,

@@ -46,7 +46,18 @@ def _number(value: float | None, form: str = ".2f") -> str:
 def _scaling(data: dict[str, Any]) -> list[str]:
     if not data["scaling"]:
         return []
-    head = ["model", "budget", "workers", "steps/s", "efficiency", "step ms", "predicted ms", "stall", "link GB/s"]
+    head = [
+        "model",
+        "budget",
+        "workers",
+        "steps/s",
+        "efficiency",
+        "step ms",
+        "predicted ms",
+        "stall",
+        "link GB/s",
+        "of alone",
+    ]
     head += ["J a step", "streamed GiB"]
     rows = [
         [
@@ -59,6 +70,7 @@ def _scaling(data: dict[str, Any]) -> list[str]:
             _ms(row["predicted_step_seconds"]),
             f"{row['stall_share']:.1%}",
             _gb(row["link_bytes_per_second"]),
+            _number(row["link_share"], ".0%"),
             _number(row["joules_a_step"]),
             f"{row['streamed_bytes'] / GIB:.3f}",
         ]
@@ -86,8 +98,16 @@ def _contention(data: dict[str, Any]) -> list[str]:
         for which, row in (("solo", found["solo"]), ("joint", found["joint"]))
     ]
     alone = _gb(found["alone_link_bytes_per_second"])
-    text = f"Shared: {found['shared']}; alone a worker gets {alone} GB/s. Joint over solo: {found['speedup']:.2f} times."
-    return ["## Two workers, one link: solo against joint measurements (latency mode)", "", text, "", *_table(head, rows)]
+    text = (
+        f"Shared: {found['shared']}; alone a worker gets {alone} GB/s. Joint over solo: {found['speedup']:.2f} times."
+    )
+    return [
+        "## Two workers, one link: solo against joint measurements (latency mode)",
+        "",
+        text,
+        "",
+        *_table(head, rows),
+    ]
 
 
 def _replans(data: dict[str, Any]) -> list[str]:
@@ -110,9 +130,13 @@ def _replans(data: dict[str, Any]) -> list[str]:
 
 def _small(data: dict[str, Any]) -> list[str]:
     rows: list[list[str]] = []
+    if (verified := data.get("verified")) is not None:
+        rows.append(["items as the resident model's, bit for bit", f"{verified['identical']} of {verified['checked']}"])
     if (kill := data.get("kill")) is not None:
         rows.append(["SIGKILL to the worker's next item, s", _number(kill["seconds_to_next_item"])])
-        rows.append(["items of that job, different, failed", f"{kill['items']}, {len(kill['different'])}, {kill['failed']}"])
+        rows.append(
+            ["items of that job, different, failed", f"{kill['items']}, {len(kill['different'])}, {kill['failed']}"]
+        )
     for key in ("memory", "memory_stack"):
         if (memory := data.get(key)) is not None:
             text = f"{memory['weights_pss_bytes'] / GIB:.3f} of {memory['store_bytes'] / GIB:.3f} GiB"
@@ -160,7 +184,9 @@ def picture(data: dict[str, Any], path: Path) -> None:
         for budget in dict.fromkeys(row["budget"] for row in data["scaling"]):
             rows = [row for row in data["scaling"] if row["model"] == model and row["budget"] == budget]
             counts = [row["workers"] for row in rows]
-            (line,) = axes.plot(counts, [row["steps_per_second"] for row in rows], "o-", label=f"{budget:.0%} on the GPU")
+            (line,) = axes.plot(
+                counts, [row["steps_per_second"] for row in rows], "o-", label=f"{budget:.0%} on the GPU"
+            )
             if rows:
                 first = rows[0]["steps_per_second"]
                 axes.plot(counts, [first * count for count in counts], ":", color=line.get_color(), lw=1)

@@ -1,0 +1,131 @@
+"""The cluster benchmark end to end on host devices: what it measures, records and draws."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import cluster, peer
+from benchmarks.cluster_jobs import different
+from benchmarks.cluster_rounds import simulated_cluster, simulated_profile
+from benchmarks.cluster_sections import counts_up_to
+from flextensor.store.inventory import list_stores
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One tiny run, in a process's Ray of its own: the tests' shared one must be gone."""
+    import ray
+
+    if ray.is_initialized():
+        pytest.skip("another test's Ray is up in this process; run this file by itself")
+    output = tmp_path_factory.mktemp("results")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("FLEXTENSOR_BENCH_COMMIT", "0123abcd")
+    patch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    try:
+        assert cluster.main(["--tiny", "--time-limit", "0", "--output", str(output)]) == 0
+    finally:
+        patch.undo()
+    yield output
+
+
+@pytest.fixture(scope="module")
+def data(results: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((results / "cluster-tiny.json").read_text())
+    return found
+
+
+pytest_ray = pytest.mark.ray
+
+
+@pytest_ray
+def test_every_section_ran_and_is_written_and_drawn(results: Path, data: dict[str, Any]) -> None:
+    assert data["status"] == dict.fromkeys(cluster.SECTIONS, "ok")
+    assert data["environment"]["commit"] == "0123abcd"
+    assert (results / "cluster-tiny.png").read_bytes().startswith(PNG)
+    text = (results / "cluster-tiny.md").read_text()
+    assert all(f"| {model} | 50% | {count} |" in text for model in ("llama", "stack") for count in (1, 2))
+    assert "joint measurements" in text and "SIGKILL" in text
+
+
+@pytest_ray
+def test_rows_stream_within_their_budget_and_add_up(data: dict[str, Any]) -> None:
+    for row in data["scaling"]:
+        assert 0 < row["weight_bytes"] <= row["budget"] * row["total_bytes"] * 1.001
+        assert row["streamed_bytes"] + row["weight_bytes"] >= row["total_bytes"]
+        assert len(row["each"]) == row["workers"]
+        assert row["steps_per_second"] == pytest.approx(sum(1 / one["step_seconds"] for one in row["each"]))
+        assert 0 < row["link_bytes_per_second"] <= 1.1 * cluster.HOST_LINK
+    alone = {row["model"]: row for row in data["scaling"] if row["workers"] == 1}
+    assert all(row["efficiency"] == 1.0 and row["link_share"] == 1.0 for row in alone.values())
+
+
+@pytest_ray
+def test_replans_and_a_kill_change_no_output_and_the_node_holds_one_copy(data: dict[str, Any]) -> None:
+    assert data["verified"]["identical"] == data["verified"]["checked"] > 0
+    assert data["replans"]["different"] == [] and data["replans"]["items"] >= 16
+    assert [one["to"] for one in data["replans"]["replans"]] == ["75%", "rollback"]
+    assert all(one["committed"] and one["recovery_seconds"] > 0 for one in data["replans"]["replans"])
+    assert data["kill"]["different"] == [] and data["kill"]["failed"] == 0
+    assert 0 < data["kill"]["seconds_to_next_item"] < 90
+    assert data["memory"]["copies"] == pytest.approx(1, abs=0.1)
+    assert data["memory_stack"]["copies"] == pytest.approx(1, abs=0.1)
+
+
+@pytest_ray
+def test_the_coordinators_questions_cost_little(data: dict[str, Any]) -> None:
+    cost = data["coordinator"]
+    assert 0 < cost["cpu_share"] < 0.05
+    assert cost["step_seconds_on"] > 0 and cost["step_seconds_off"] > 0
+
+
+@pytest_ray
+def test_the_contention_row_has_both_plans(data: dict[str, Any]) -> None:
+    found = data["contention"]
+    assert found["joint"]["weight_bytes"] > 0 and found["solo"]["weight_bytes"] > 0
+    assert found["speedup"] == pytest.approx(found["joint"]["steps_per_second"] / found["solo"]["steps_per_second"])
+    # The link that the solo plan is made for is not the one that both get.
+    assert found["alone_link_bytes_per_second"] > 1.2 * found["solo"]["link_bytes_per_second"]
+
+
+@pytest_ray
+def test_a_run_leaves_no_store_behind(data: dict[str, Any]) -> None:
+    assert [entry for entry in list_stores("/dev/shm") if entry.namespace.startswith("bench-")] == []
+
+
+def test_a_simulated_cluster_moves_as_one_and_workers_of_one_gpu_plan_for_one_link() -> None:
+    found = simulated_cluster(16, kinds=2, blocks=6)
+    assert found["links_shared_alike"] and found["calls"] == 64
+    assert found["seconds"] >= found["slowest_solve_seconds"] > 0
+
+
+def test_the_simulated_profile_is_the_engine_models() -> None:
+    from benchmarks.model import FULL, Stack, weight_bytes
+
+    with torch.device("meta"):
+        assert simulated_profile().total_bytes == pytest.approx(weight_bytes(Stack(FULL)), rel=0.06)
+
+
+def test_workers_are_counted_by_doubling() -> None:
+    assert [counts_up_to(n) for n in (1, 2, 3, 4, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 8]]
+
+
+def test_an_answer_that_differs_is_named() -> None:
+    answers = [{"id": "a", "seed": 0, "digest": "x"}, {"id": "b", "seed": 1, "digest": "y"}]
+    assert different(answers, {0: "x", 1: "z"}) == ["b"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to measure")
+def test_peer_skips_with_a_reason_without_a_gpu(tmp_path: Path) -> None:
+    assert peer.main(["--tiny", "--output", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "peer-tiny.json").read_text())["status"].startswith("no CUDA device")
+    assert "Not measured: no CUDA device" in (tmp_path / "peer-tiny.md").read_text()

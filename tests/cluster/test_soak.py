@@ -1,0 +1,229 @@
+"""Days of trouble in a minute: random kills, replans, link changes and pauses change no answer and leak nothing.
+
+    pytest tests/cluster/test_soak.py -m ray                  # about 80 s, in CI
+    FLEXTENSOR_SOAK_SECONDS=1800 pytest tests/cluster/test_soak.py -m soak       # 30 minutes
+
+The options of the tests are the constants below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from cluster.messages import Item, ReplanOutcome, ReplanRequest
+from flextensor.store.inventory import list_stores
+from tests.cluster.conftest import Run
+from tests.cluster.test_batch_job import assert_all_right, events_of
+
+logger = logging.getLogger(__name__)
+
+SHORT_SECONDS = 60
+LONG_SECONDS = float(os.environ.get("FLEXTENSOR_SOAK_SECONDS", "1800"))
+ITEMS_A_SECOND = 7
+STEPS = 6
+KILL_EVERY = 9.0
+WARM_SAMPLES = 4
+"""The first samples of a process are of its start; growth is counted from here."""
+GROWN_BYTES = 48 << 20
+GROWN_FILES = 24
+
+
+@dataclass
+class Footprint:
+    """Samples of one process: (resident bytes, open files)."""
+
+    samples: list[tuple[int, int]] = field(default_factory=list)
+
+    def take(self, pid: int) -> None:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            self.samples.append((process.memory_info().rss, process.num_fds()))
+
+    def growth(self) -> tuple[int, int]:
+        """(bytes, files) of the last third's least over the first third's most; 0 for a short life."""
+        settled = self.samples[WARM_SAMPLES:]
+        third = len(settled) // 3
+        if third < 2:
+            return 0, 0
+        first, last = settled[:third], settled[-third:]
+        return tuple(min(s[at] for s in last) - max(s[at] for s in first) for at in (0, 1))  # type: ignore[return-value]
+
+
+class Chaos:
+    """Does something to the run every second or so, until ``seconds`` are over or it is stopped."""
+
+    def __init__(self, run: Run, seconds: float, seed: int) -> None:
+        self.run, self.seconds = run, seconds
+        self.random = random.Random(seed)
+        self.done: Counter[str] = Counter()
+        self.refusals: list[str] = []
+        self.footprints: dict[tuple[str, int], Footprint] = {}
+        self.most_stores = 0
+        self.errors: list[BaseException] = []
+        self._stop = threading.Event()
+        self._killed_at = 0.0
+        self._thread = threading.Thread(target=self._guarded)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def started(self) -> bool:
+        return self._thread.ident is not None
+
+    def finish(self) -> None:
+        self._stop.set()
+        self._thread.join(120)
+        if self.errors:
+            raise self.errors[0]
+
+    def _guarded(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.errors.append(error)
+
+    def _work(self) -> None:
+        deeds = [self.replan, self.replan, self.replan, self.link, self.link, self.rollback, self.pause, self.kill]
+        deeds += [self.kill_coordinator]
+        end = time.monotonic() + self.seconds
+        while time.monotonic() < end and not self._stop.wait(self.random.uniform(0.2, 1.0)):
+            self.look()
+            deed = self.random.choice(deeds)
+            # The coordinator may be down just now: then nobody moves, which is what it is there for.
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+                deed()
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self.run.coordinator.pause.remote(False), timeout=30)
+
+    def look(self) -> None:
+        """Sample every process of the run, and the segments."""
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            status = ray.get(self.run.coordinator.status.remote(), timeout=10)
+            for state in status.workers:
+                if state.phase == "ready":
+                    self._footprint("worker", state.pid)
+        self._footprint("driver", os.getpid())
+        stores = [entry for entry in list_stores("/dev/shm") if entry.namespace == "tests"]
+        self.most_stores = max(self.most_stores, len(stores))
+
+    def _footprint(self, what: str, pid: int) -> None:
+        self.footprints.setdefault((what, pid), Footprint()).take(pid)
+
+    def replan(self) -> None:
+        budget = self.random.choice([0.4, 0.5, 0.6, 0.75, 0.9, None])
+        request = ReplanRequest(budget=budget, latency=budget is None, measure=self.random.random() < 0.5)
+        self._count("replan", ray.get(self.run.coordinator.replan.remote(request), timeout=60))
+
+    def rollback(self) -> None:
+        self._count("rollback", ray.get(self.run.coordinator.rollback.remote(), timeout=60))
+
+    def _count(self, what: str, outcome: ReplanOutcome) -> None:
+        self.done[what if outcome.committed else f"{what} refused"] += 1
+        if not outcome.committed:
+            self.refusals.append(outcome.reason)
+
+    def pause(self) -> None:
+        ray.get(self.run.coordinator.pause.remote(True), timeout=30)
+        time.sleep(0.3)
+        ray.get(self.run.coordinator.pause.remote(False), timeout=30)
+        self.done["pause"] += 1
+
+    def link(self) -> None:
+        """One worker's link gets another bandwidth, in the middle of its steps."""
+        bandwidth = self.random.choice([5e7, 2e8, 1e9, 4e9])
+
+        def change(worker: Any) -> None:
+            if worker._manager is not None:
+                worker._manager.device.link.bytes_per_second = bandwidth
+
+        slot = self.random.choice(self.run.pool.slots)
+        ray.get(slot.handle.__ray_call__.remote(change), timeout=30)
+        self.done["link"] += 1
+
+    def kill(self) -> None:
+        """SIGKILL of one worker, not so often that none ever works."""
+        if time.monotonic() - self._killed_at < KILL_EVERY or len(self.run.pool.ready) < 2:
+            return
+        status = ray.get(self.run.coordinator.status.remote(), timeout=10)
+        ready = [state for state in status.workers if state.phase == "ready"]
+        if len(ready) == 2:
+            os.kill(self.random.choice(ready).pid, signal.SIGKILL)
+            self._killed_at = time.monotonic()
+            self.done["kill"] += 1
+
+    def kill_coordinator(self) -> None:
+        if self.random.random() < 0.3:
+            ray.kill(self.run.coordinator, no_restart=False)
+            self.done["coordinator kill"] += 1
+
+
+def answered(run: Run) -> list[str]:
+    """The output without what may differ between two runs: the order, and which process answered."""
+    kept = []
+    for line in run.output.read_text().splitlines():
+        answer = json.loads(line)
+        del answer["pid"]
+        kept.append(json.dumps(answer, sort_keys=True))
+    return sorted(kept)
+
+
+def soak(start_run: Callable[..., Run], seconds: float, seed: int) -> None:
+    count = int(seconds * ITEMS_A_SECOND)
+    quick: list[Item] = [{"id": f"i{k}", "steps": STEPS} for k in range(count)]
+    quiet = start_run(quick)
+    quiet.job.run()
+    quiet.close()
+    run = start_run([item | {"seconds": 0.02} for item in quick], automatic=True, minimum_interval=5.0)
+    chaos = Chaos(run, seconds, seed)
+
+    def during(progress: Any) -> None:
+        if progress.done >= 4 and len(run.pool.ready) == 2 and not chaos.started:
+            chaos.start()
+
+    run.during = during
+    try:
+        progress = run.job.run()
+    finally:
+        chaos.finish()
+    said = f"seed {seed}: {dict(chaos.done)}; refused: {chaos.refusals[-3:]}"
+    logger.info(said)
+    assert progress.done == count and progress.failed == 0, said
+    assert_all_right(run)
+    assert answered(run) == answered(quiet), said
+    assert chaos.done["kill"] >= 1 and chaos.done["replan"] >= 3 and chaos.done["link"] >= 1, said
+    assert any(event["event"] == "worker_lost" for event in events_of(run))
+    assert chaos.most_stores <= 1, f"{chaos.most_stores} segments of one model; {said}"
+    for (what, pid), footprint in chaos.footprints.items():
+        grown, files = footprint.growth()
+        assert grown < GROWN_BYTES, f"{what} {pid} grew by {grown} bytes: {footprint.samples}; {said}"
+        assert files < GROWN_FILES, f"{what} {pid} opened {files} files: {footprint.samples}; {said}"
+    assert any(len(footprint.samples) > 3 * WARM_SAMPLES for footprint in chaos.footprints.values()), said
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(280)
+def test_a_minute_of_kills_replans_and_link_changes(start_run: Callable[..., Run], tmp_path: Path) -> None:
+    soak(start_run, SHORT_SECONDS, seed=20)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(int(3 * LONG_SECONDS) + 600)
+def test_half_an_hour_of_kills_replans_and_link_changes(start_run: Callable[..., Run]) -> None:
+    soak(start_run, LONG_SECONDS, seed=random.SystemRandom().randrange(1 << 30))
