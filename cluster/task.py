@@ -54,6 +54,13 @@ class Task(Protocol):
         """What the report says of the model: name, dtype, parameters ..."""
 
 
+class ClosingTask(Task, Protocol):
+    """A task that holds more than the worker's own manager."""
+
+    def close(self) -> None:
+        """Give back what ``load`` took; the worker's own manager is released by the worker."""
+
+
 TaskFactory = Callable[[dict[str, Any]], Task]
 
 

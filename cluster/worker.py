@@ -158,7 +158,9 @@ class Worker:
         import flextensor
 
         self._phase = "closed"
-        self._task = None
+        task, self._task = self._task, None
+        if task is not None and hasattr(task, "close"):
+            task.close()
         if self._manager is not None:
             self._manager = None
             flextensor.release(name=self._start.manager_name)

@@ -48,6 +48,9 @@ def generate(
     budget: Annotated[str | None, typer.Option(help="Weights on each device: 6GiB, or 40% of the model's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Items that a worker runs at once.")] = None,
     verify: Annotated[int | None, typer.Option(help="Run so many items again without offload and compare.")] = None,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="A small random model in the place of --model, for tasks that have one.")
+    ] = False,
     address: Address = None,
     namespace: Namespace = None,
     settings: Annotated[
@@ -76,6 +79,7 @@ def generate(
             "verify": verify,
             "address": address,
             "namespace": namespace,
+            "task_options.tiny": tiny or None,
         }
         overrides |= {key: value for key, value in flags.items() if value is not None}
         run_generate(load_run_config(config, overrides), console=_console())

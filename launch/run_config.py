@@ -98,7 +98,9 @@ class RunConfig(BaseModel):
         for key, setting in value.items():
             if key not in known:
                 raise ConfigError(unknown_key_message(key, known, "coordinator setting"))
-            if not (isinstance(setting, int | float) and setting >= 0 or key == "rollback_margin" and setting is None):
+            if not (
+                (isinstance(setting, int | float) and setting >= 0) or (key == "rollback_margin" and setting is None)
+            ):
                 raise ConfigError(f"coordinator.{key} = {setting!r}: write a number, 0 or more")
         return value
 
