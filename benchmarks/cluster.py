@@ -141,11 +141,14 @@ class Run:
         """Many GPUs. A call through Ray costs what ``rounds`` has found, or was found on two cores."""
         import ray
 
-        from benchmarks.cluster_rounds import light_rounds, simulated_cluster
+        from benchmarks.cluster_rounds import Simulation, light_rounds
 
         cost = light_rounds(4, rounds=20)["coordinator_cpu_a_call"]
-        task = ray.remote(simulated_cluster).options(num_cpus=0)  # a coordinator lives in a process of Ray's
-        self.data["simulated"] = ray.get(task.remote(self.given.simulated_gpus, cost_a_call=cost), timeout=120)
+        actor = ray.remote(Simulation).options(num_cpus=0).remote()  # a coordinator lives in an actor
+        try:
+            self.data["simulated"] = ray.get(actor.run.remote(self.given.simulated_gpus, cost), timeout=120)
+        finally:
+            ray.kill(actor)
 
 
 def parser() -> argparse.ArgumentParser:

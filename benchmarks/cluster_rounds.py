@@ -243,3 +243,11 @@ def simulated_cluster(
         "seconds_with_ray": seconds + calls * cost_a_call,
         "links_shared_alike": all(len(found) == 1 for found in by_gpu.values()),
     }
+
+
+class Simulation:
+    """``simulated_cluster`` as an actor."""
+
+    def run(self, gpus: int, cost_a_call: float) -> dict[str, Any]:
+        """See ``simulated_cluster``."""
+        return simulated_cluster(gpus, cost_a_call=cost_a_call)

@@ -94,6 +94,9 @@ def contention(crew: Crew, seconds: float, *, repeats: int = 2) -> dict[str, Any
     rows: dict[str, list[dict[str, Any]]] = {"solo": [], "joint": []}
     links: list[float] = []
     with rig(shared_gpu(crew)) as made:
+        devices = {state.device for state in made.states()}
+        if crew.cuda and len(devices) != 1:
+            raise RuntimeError(f"two workers with half a GPU each are on {len(devices)} GPUs: {sorted(devices)}")
         made.replan(latency=True, measure=False)
 
         def read(which: str, outcome: Any) -> None:

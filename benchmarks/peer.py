@@ -69,7 +69,9 @@ class PeerActor:
         """Open the owner's weights; the seconds that it took."""
         began = time.perf_counter()
         storage = torch.UntypedStorage._new_shared_cuda(owner_index, *handle[1:])
-        self._opened = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", owner_index)).set_(storage)
+        self._opened = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", owner_index)).set_(
+            storage, 0, (storage.nbytes(),), (1,)
+        )
         torch.cuda.synchronize(self._device)
         return time.perf_counter() - began
 
