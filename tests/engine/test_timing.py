@@ -66,17 +66,18 @@ def test_every_step_is_timed_on_request_and_forgotten_on_request(pair: MakePair)
 def test_a_slow_link_shows_as_wait_and_not_as_compute(pair: MakePair, device: str) -> None:
     if device != "host":
         pytest.skip("the host device's link can be set")
-    one = pair(Sleepers(seconds=0), noise(1, 128), offload_timing="eager", budget=0.45, link=2e7)
+    link = 4e6  # so slow that what else happens between two steps on a busy machine does not count
+    one = pair(Sleepers(seconds=0), noise(1, 128), offload_timing="eager", budget=0.45, link=link)
     one.to_inference()
     ft.reset_offload_timing(one.name)
     one.run(5)
     rows = ft.collect_offload_timing(one.name)
     waited, computed = sum(row.wait[1] for row in rows), sum(row.compute[1] for row in rows)
-    floor = one.manager.plan.streamed_bytes / 2e7
+    floor = one.manager.plan.streamed_bytes / link
     assert waited > 0.8 * floor > computed
     live = one.manager.live()
     assert live.stall_seconds > 0.8 * floor and live.transfer_bytes == one.manager.plan.streamed_bytes
-    assert 1e7 < live.link_bytes_per_second <= 2.1e7
+    assert 0.5 * link < live.link_bytes_per_second <= 1.05 * link
     assert abs(live.step_seconds - floor) < 0.5 * floor
     prediction = one.manager.plan.prediction
     assert prediction is not None and 0.8 * floor < prediction.step_seconds < 1.3 * live.step_seconds
