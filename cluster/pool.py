@@ -19,6 +19,8 @@ LIVES_WITHOUT_WORK = 6
 """A worker that fails this often without finishing one lease in between is given up. Calls while Ray starts the process
 again fail too, so one death counts up to twice."""
 
+PATIENCE = 60.0
+"""Seconds in which Ray may find a GPU for a worker whose node is gone (another node, or that one again)."""
 
 ADMIT_ATTEMPTS = 20
 ADMIT_TIMEOUT = 120.0
@@ -42,6 +44,7 @@ class Slot:
     setup: Any = None
     in_flight: dict[Any, Lease] = field(default_factory=dict)
     deaths: int = 0
+    lost_at: float = 0.0
 
 
 class WorkerPool:
@@ -118,9 +121,12 @@ class WorkerPool:
         if slot.phase == "starting" and slot.setup is not None:
             return
         slot.deaths += 1
+        if slot.deaths == 1:
+            slot.lost_at = time.monotonic()
+        awaited = isinstance(error, ActorUnavailableError) and time.monotonic() - slot.lost_at < PATIENCE
         self.coordinator.lose.remote(slot.rank, _first_line(error))
         logger.warning("worker %d is gone (%s)", slot.rank, _first_line(error))
-        if slot.deaths >= LIVES_WITHOUT_WORK:
+        if slot.deaths >= LIVES_WITHOUT_WORK and not awaited:
             self._give_up(slot, error)
             return
         if not isinstance(error, ActorUnavailableError) or isinstance(error, ActorDiedError):

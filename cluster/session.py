@@ -120,9 +120,10 @@ def attach(address: str, *, namespace: str, auth: str = "") -> str:
         )
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        mode = os.environ.get("RAY_AUTH_MODE", "unset")
         raise SessionError(
-            f"no Ray cluster answers at {address!r} ({first}); check --address and, where the cluster asks "
-            f"for a token, RAY_AUTH_MODE=token and ~/.ray/auth_token (RAY_AUTH_MODE is {os.environ.get('RAY_AUTH_MODE', 'unset')!r})"
+            f"no Ray cluster answers at {address!r} ({first}); check --address and, where the cluster asks for a "
+            f"token, ~/.ray/auth_token and RAY_AUTH_MODE=token (it is {mode})"
         ) from error
     return str(context.address_info["gcs_address"]) if "gcs_address" in context.address_info else address
 

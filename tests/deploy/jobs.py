@@ -30,6 +30,11 @@ class Job:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     @property
+    def pids(self) -> set[int]:
+        """The worker processes that the answers come from."""
+        return {line["pid"] for line in self.lines}
+
+    @property
     def events(self) -> list[dict[str, Any]]:
         """The run's event log."""
         path = self.output.with_name(self.output.stem + ".events.jsonl")
@@ -43,6 +48,9 @@ class Job:
         assert sorted(line["id"] for line in lines) == sorted(item["id"] for item in self.items)
         want = expected(self.items, OPTIONS)
         assert {line["id"]: line.get("text", line.get("error")) for line in lines} == want
+
+    def has_event(self, name: str) -> bool:
+        return any(event["event"] == name for event in self.events)
 
     def replans(self) -> list[dict[str, Any]]:
         """The rounds that moved all workers."""

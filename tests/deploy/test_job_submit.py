@@ -64,7 +64,7 @@ def test_two_submitted_jobs_with_a_token_and_commands_that_reach_one_of_them(hea
     jobs = {name: write_job(head.folder, name, items=220, seconds=0.1) for name in ("here", "there")}
     ids = {name: submit(head, job) for name, job in jobs.items()}
     for job in jobs.values():
-        wait_for(f"both workers of {job.output.stem} at work", lambda job=job: len({x["pid"] for x in job.lines}) == 2)
+        wait_for(f"both workers of {job.output.stem} at work", lambda job=job: len(job.pids) == 2)
     listeners = head.listeners()
     assert {ADDRESS, "127.0.0.1:8265"} <= listeners, listeners
     assert not beyond_loopback(listeners)
@@ -98,7 +98,7 @@ def test_two_submitted_jobs_with_a_token_and_commands_that_reach_one_of_them(hea
 def test_a_run_of_its_own_listens_on_loopback_only(sandbox: Sandbox) -> None:
     job = write_job(sandbox.folder, "alone", items=60, seconds=0.1)
     run = sandbox.start(sys.executable, "-m", "launch", "generate", "--config", str(job.config))
-    wait_for("a worker at work", lambda: job.lines or run.poll())
+    wait_for("a worker at work", lambda: job.lines or run.poll() is not None)
     listeners = sandbox.listeners()
     assert len(listeners) > 3 and not beyond_loopback(listeners)
     assert (sandbox.home / ".ray" / "auth_token").exists(), "Ray of one's own asks for a token too"

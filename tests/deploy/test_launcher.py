@@ -99,7 +99,7 @@ def test_up_submit_replan_while_it_runs_and_down(sandbox: Sandbox, cluster_yaml:
     submitted = sandbox.start(
         "ray", "submit", *cluster, str(ROOT / "launch" / "generate.py"), "--", "--config", str(job.config)
     )
-    wait_for("both workers at work", lambda: len({line["pid"] for line in job.lines}) == 2 or submitted.poll())
+    wait_for("both workers at work", lambda: len(job.pids) == 2 or submitted.poll() is not None)
     listeners = sandbox.listeners()
     assert len(listeners) > 5 and not beyond_loopback(listeners)
     replanned = sandbox.run(
