@@ -285,6 +285,8 @@ class Loader:
         if self._stream is not None and self._stream.key != stream.key:
             # The caller changed streams: what the old one still runs is not ordered before the new one's events.
             self._order_copies_after(self._stream)
+            # Nor is the new one ordered behind what filled resident tensors and slots before the first step.
+            stream.wait(self._fetched)
         self._stream = stream
         capturing = self._device.is_capturing()
         if capturing:
