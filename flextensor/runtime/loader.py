@@ -92,7 +92,7 @@ class Loader:
         self._fetched = new_event(timed=False)
         self._next = 0
         self._open: list[tuple[int | None, int, Stream]] = []
-        self._stream: Stream | None = None
+        self._stream: Stream = self._device.compute_stream()
         self._trace: StepTrace | None = None
         self._began = False
         self._irregular = False
@@ -282,13 +282,14 @@ class Loader:
             self._next = 0
         self._began = True
         self.counters.steps += 1
-        if self._stream is not None and self._stream.key != stream.key:
+        capturing = self._device.is_capturing()
+        if self._stream.key != stream.key:
             # The caller changed streams: what the old one still runs is not ordered before the new one's events.
             self._order_copies_after(self._stream)
-            # Nor is the new one ordered behind what filled resident tensors and slots before the first step.
-            stream.wait(self._fetched)
+            if not capturing:  # a capture begins with the device idle
+                # Nor is the new one ordered behind what filled resident tensors and slots before the first step.
+                stream.wait(self._fetched)
         self._stream = stream
-        capturing = self._device.is_capturing()
         if capturing:
             if self._irregular:
                 raise RuntimeError(UNFORESEEN_IN_GRAPH)
