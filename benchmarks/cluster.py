@@ -58,7 +58,7 @@ class Run:
             self.data["status"][name] = "ok"
         except Exception as error:  # a section that fails is a row; the others go on
             logger.exception("section %s", name)
-            self.data["status"][name] = f"failed: {type(error).__name__}: {error}"
+            self.data["status"][name] = f"failed: {type(error).__name__}: {_first_line(error)}"
         logger.info("%s took %.0f s: %s", name, time.monotonic() - began, self.data["status"][name])
         self.write()
         return bool(self.data["status"][name] == "ok")
@@ -163,7 +163,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--budgets", type=float, nargs="+", help="shares of the weights; default 0.25 0.5 0.75")
     options.add_argument("--llama-gib", type=float, help="size of the random Llama; default 2, on the host 0.03")
     options.add_argument("--tokens", type=int, help="of a step of the engine model; default 4096, on the host 64")
-    options.add_argument("--seconds", type=float, help="of one measurement; default 2, tiny 0.3")
+    options.add_argument("--seconds", type=float, help="of one measurement; default 2, on CUDA 1.5, tiny 0.3")
     options.add_argument("--steps", type=int, help="of an item of the jobs; default 16, tiny 8")
     options.add_argument("--actors", type=int, nargs="+", help="light actors; default 8 32, tiny 4")
     options.add_argument("--simulated-gpus", type=int, help="default 1024, tiny 64")
@@ -180,7 +180,7 @@ def complete(given: argparse.Namespace) -> argparse.Namespace:
     given.budgets = given.budgets or ([0.5] if tiny else [0.25, 0.5, 0.75])
     given.llama_gib = given.llama_gib or (2.0 if cuda else 0.03)
     given.tokens = given.tokens or (4096 if cuda else 64)
-    given.seconds = given.seconds or (0.3 if tiny else 2.0)
+    given.seconds = given.seconds or (0.3 if tiny else 1.5 if cuda else 2.0)
     given.steps = given.steps or (8 if tiny else 16)
     given.actors = given.actors or ([4] if tiny else [8, 32])
     given.simulated_gpus = given.simulated_gpus or (64 if tiny else 1024)
@@ -204,6 +204,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         ray.shutdown()
     return 0 if all(done) else 1
+
+
+def _first_line(error: BaseException) -> str:
+    """Of the error itself, or of what failed in an actor."""
+    cause = getattr(error, "cause", None) or error
+    return (str(cause).strip().splitlines() or [""])[0]
 
 
 def _gpus(given: argparse.Namespace) -> int:

@@ -157,9 +157,10 @@ class Rig:
     def measure(self, ranks: Sequence[int], seconds: float, **more: Any) -> list[Reading]:
         """These workers run at the same time for about ``seconds``, the others idle.
 
-        A short lease first: it puts a staged plan in force and tells how long a step takes.
+        Short leases first: one puts a staged plan in force, one tells how long a step takes.
         """
         trial = 4
+        self._get([self.lease(rank, 1, **more) for rank in ranks])
         tried: list[LeaseResult] = self._get([self.lease(r, trial, **more) for r in ranks])
         took = [answer.results[0]["seconds"] / trial for answer in tried]
         steps = [min(max(round(seconds / max(one, 1e-5)), 8), 4000) for one in took]

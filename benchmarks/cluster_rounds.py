@@ -205,7 +205,7 @@ def simulated_cluster(
 
     workers = [
         SimulatedWorker(
-            rank, TransferCurve.from_bandwidth(bandwidths[rank * 7919 % kinds] * (1 - rank % 5 / 1e3)), solved
+            rank, TransferCurve.from_bandwidth(bandwidths[rank // 2 % kinds] * (1 - rank % 5 / 1e3)), solved
         )
         for rank in range(gpus)
     ]

@@ -141,7 +141,7 @@ def memory(made: Rig) -> dict[str, Any]:
     return {"nodes": len(by_node), "store_bytes": store, "weights_pss_bytes": pss, "copies": pss / store}
 
 
-def coordinator_cost(made: Rig, seconds: float, *, repeats: int = 3) -> dict[str, Any]:
+def coordinator_cost(made: Rig, seconds: float, *, repeats: int = 2) -> dict[str, Any]:
     """What the coordinator's questions at 1 s cost a step.
 
     cpu_share: processor time that one ``state`` call takes in the worker, a second: the most of a step that it can

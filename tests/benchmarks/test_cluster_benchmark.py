@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +16,21 @@ from benchmarks import cluster, peer
 from benchmarks.cluster_jobs import different
 from benchmarks.cluster_rounds import simulated_cluster, simulated_profile
 from benchmarks.cluster_sections import counts_up_to
+from benchmarks.record import ROOT
 from flextensor.store.inventory import list_stores
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One tiny run, in a process's Ray of its own: the tests' shared one must be gone."""
-    import ray
-
-    if ray.is_initialized():
-        pytest.skip("another test's Ray is up in this process; run this file by itself")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One tiny run, in a process of its own, as people start it: this one may have a Ray already."""
     output = tmp_path_factory.mktemp("results")
-    patch = pytest.MonkeyPatch()
-    patch.setenv("FLEXTENSOR_BENCH_COMMIT", "0123abcd")
-    patch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    try:
-        assert cluster.main(["--tiny", "--time-limit", "0", "--output", str(output)]) == 0
-    finally:
-        patch.undo()
-    yield output
+    command = [sys.executable, "-m", "benchmarks.cluster", "--tiny", "--time-limit", "0", "--output", str(output)]
+    environment = os.environ | {"FLEXTENSOR_BENCH_COMMIT": "0123abcd"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return output
 
 
 @pytest.fixture(scope="module")
