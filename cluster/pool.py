@@ -130,6 +130,7 @@ class WorkerPool:
             self._give_up(slot, error)
             return
         if not isinstance(error, ActorUnavailableError) or isinstance(error, ActorDiedError):
+            ray.kill(slot.handle)  # so that its name is free, whatever Ray still thinks of it
             slot.handle = self._make(slot.rank)
         self._begin(slot)
 

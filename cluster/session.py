@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import ray
+from ray.exceptions import ActorAlreadyExistsError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.coordinator import NAME, WORKER_PREFIX, Coordinator
@@ -35,6 +36,8 @@ LOOPBACK = "127.0.0.1"
 RESTARTS = 2
 START_ATTEMPTS = 2
 CONNECT_TIMEOUT = 5.0
+NAME_TIMEOUT = 30.0
+"""How long Ray may take to give back the name of an actor whose callers know already that it is dead."""
 
 
 class SessionError(ValueError):
@@ -171,7 +174,10 @@ def make_coordinator(options: CoordinatorOptions) -> Any:
 
 
 def make_worker(start: WorkerStart, *, num_gpus: float) -> Any:
-    """The actor of one rank. Ray starts it again RESTARTS times when it dies; its calls are never repeated by Ray."""
+    """The actor of one rank. Ray starts it again RESTARTS times when it dies; its calls are never repeated by Ray.
+
+    Raises ActorAlreadyExistsError when the rank's actor before this one does not give its name back.
+    """
     actor = ray.remote(concurrency_groups={"control": 4})(Worker).options(
         name=f"{WORKER_PREFIX}{start.rank}",
         namespace=start.namespace,
@@ -180,7 +186,14 @@ def make_worker(start: WorkerStart, *, num_gpus: float) -> Any:
         max_restarts=RESTARTS,
         max_task_retries=0,
     )
-    return actor.remote(start)
+    end = time.monotonic() + NAME_TIMEOUT
+    while True:
+        try:
+            return actor.remote(start)
+        except ActorAlreadyExistsError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
 
 
 def runtime_directory() -> Path:

@@ -27,6 +27,7 @@ import pytest
 import ray
 
 from cluster.messages import Item, ReplanOutcome, ReplanRequest
+from cluster.session import RESTARTS
 from flextensor.store.inventory import list_stores
 from tests.cluster.conftest import Run
 from tests.cluster.test_batch_job import assert_all_right, events_of
@@ -215,6 +216,20 @@ def soak(start_run: Callable[..., Run], seconds: float, seed: int) -> None:
         assert grown < GROWN_BYTES, f"{what} {pid} grew by {grown} bytes: {footprint.samples}; {said}"
         assert files < GROWN_FILES, f"{what} {pid} opened {files} files: {footprint.samples}; {said}"
     assert any(len(footprint.samples) > 3 * WARM_SAMPLES for footprint in chaos.footprints.values()), said
+
+
+@pytest.mark.ray
+def test_a_worker_that_dies_more_often_than_ray_restarts_it_comes_back(
+    start_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    items: list[Item] = [{"id": f"i{k}", "steps": 2} for k in range(3 * (RESTARTS + 2))]
+    for at in range(RESTARTS + 1):
+        items[3 * at + 1]["kill_once"] = str(tmp_path / f"killed-{at}")
+    run = start_run(items, workers=1, batch=1)
+    run.job.run()
+    assert_all_right(run)
+    lines = [json.loads(line) for line in run.output.read_text().splitlines()]
+    assert len({line["pid"] for line in lines}) == RESTARTS + 2
 
 
 @pytest.mark.ray
