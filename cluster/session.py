@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import ray
+from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.exceptions import ActorAlreadyExistsError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -111,8 +112,9 @@ def attach(address: str, *, namespace: str, auth: str = "") -> str:
     """
     _refuse_silence(address)
     quiet_ray_environment()
-    if auth:
-        os.environ.setdefault("RAY_AUTH_MODE", auth)
+    if auth and "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = auth
+        Config.initialize("")  # Ray read it when it was imported, and would wait for ever for an answer without a token
     try:
         context = ray.init(
             address=address,

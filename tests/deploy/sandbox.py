@@ -94,12 +94,20 @@ class Sandbox:
     def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
         """Start a command; its output and errors come together."""
         return subprocess.Popen(
-            ["nsenter", f"--target={self._first}", "--pid", "--net", "--ipc", "--mount", "--", *command],
+            [
+                "nsenter",
+                f"--target={self._first}",
+                "--pid",
+                "--net",
+                "--ipc",
+                "--mount",
+                f"--wd={self.folder}",
+                *command,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=self.folder,
             env={**self.environment, **environment},
         )
 
