@@ -18,9 +18,12 @@ from cluster.messages import WorkerState as State
 from cluster.pool import WorkerPool
 from cluster.session import make_coordinator, make_worker
 from flextensor.config import OffloadConfig
+from flextensor.store import StoreError
+from flextensor.store.inventory import list_stores, remove_store
 
 READY_SECONDS = 150.0
 CALL_SECONDS = 120.0
+STORE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -175,10 +178,19 @@ class Rig:
         ]
 
     def close(self) -> None:
-        """End all actors of this run."""
+        """End all actors of this run; nothing of their store stays."""
         if self.pool is not None:
             self.pool.close(timeout=15)
         ray.kill(self.coordinator)
+        end = time.monotonic() + STORE_SECONDS
+        while left := [entry for entry in list_stores("/dev/shm") if entry.namespace == self.namespace]:
+            for entry in left:
+                if entry.state in ("dead", "filling"):  # of a worker that was killed
+                    with contextlib.suppress(StoreError):
+                        remove_store(entry)
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
 
 
 def _joules(before: State, after: State) -> float | None:
