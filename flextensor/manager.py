@@ -120,6 +120,7 @@ class OffloadManager:
         self._traced: set[int] = set()
         self.layout_serial = 0
         """Changes whenever weights lie elsewhere than before: what a CUDA graph was captured under."""
+        device.synchronize()  # the allocator may give memory that kernels of before still use
         self._loader = self._on_demand_loader()
         self._install()
 
@@ -409,6 +410,7 @@ class OffloadManager:
         if not streamable:
             return TransferCurve.from_bandwidth(1e10)
         arena = self._memory.slot(0, self._loader.plan.arena_bytes)
+        self._loader.distrust()  # the copies below overwrite what lies in the slots
         return measure.measure_curve(self.device, self._copy_stream, self._host_run, arena)
 
     def _host_run(self, nbytes: int) -> torch.Tensor:
@@ -515,6 +517,7 @@ class OffloadManager:
             self._memory.apply(plan)
             self._rebuild_loader(plan)
         except BaseException:  # also a Ctrl-C: what it left half laid out is laid out anew
+            self.device.synchronize()  # copies into the new layout may be under way
             self._memory.clear()
             self._memory.apply(before)
             self._rebuild_loader(before)
@@ -667,13 +670,10 @@ class OffloadManager:
     # ---- what is measured
 
     def live(self) -> LiveTiming:
-        """Recent steps, medians."""
-        with self._lock:
-            steps = list(self._recorder.steps)[-16:]
-            durations = list(self._recorder.step_seconds)[-32:]
+        """Recent steps, medians. Any thread may ask, and waits for nobody."""
         return live_timing(
-            steps,
-            durations,
+            list(self._recorder.steps)[-16:],
+            list(self._recorder.step_seconds)[-32:],
             count=self._step,
             unforeseen=self._unforeseen_before + self._loader.counters.unforeseen,
             copied=self._copied_before + self._loader.counters.copied_bytes + self._memory.copied_bytes,
@@ -691,6 +691,10 @@ class OffloadManager:
         if factor is None:
             scratch = self.device.allocate(min(16 << 20, max(w.nbytes for w in self._weights)))
             stream = self.device.new_stream()
+            # The scratch may be memory that the model's thread has freed while kernels that read it are still queued.
+            queued = self.device.new_event(timed=False)
+            self.device.compute_stream().record(queued)
+            stream.wait(queued)
             now = measure.measure_curve(self.device, stream, self._host_run, scratch, repeats=repeats)
             size, seconds = now.points[-1]
             factor = seconds / self.profile.transfer.seconds(size)

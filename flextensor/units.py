@@ -55,11 +55,6 @@ class Weight:
         """Bytes of the tensor's elements."""
         return self.tensor.numel() * self.tensor.element_size()
 
-    @property
-    def stored_meta(self) -> bool:
-        """True while the tensor is on the meta device, its bytes being in a source."""
-        return self.tensor.is_meta
-
 
 @dataclass(eq=False)
 class Unit:

@@ -62,6 +62,7 @@ class CudaStream:
             for destination, source, nbytes in addresses:
                 code = call(destination, source, nbytes, HOST_TO_DEVICE, stream)
                 if code:
+                    runtime.cudaGetLastError()  # or the next kernel launch would report it as its own
                     raise RuntimeError(
                         f"cudaMemcpyAsync of {nbytes} bytes ({len(kept)} runs) failed with {code}: "
                         f"{runtime.cudaGetErrorString(code).decode()}"

@@ -158,11 +158,13 @@ class Loader:
         self._copy.record(self._fetched)
         self._device.compute_stream().wait(self._fetched)
 
-    def _content(self, position: int) -> dict[int, int]:
-        """Tensor -> the visit it was fetched for, of what lies in its slot before visit ``position`` of a step, all
-        steps so far having been regular."""
+    def _content(self, position: int) -> tuple[dict[int, int], set[int]]:
+        """Before visit ``position`` of a step, all steps so far having been regular: tensor -> the visit it was fetched
+        for, of what lies in its slot; and the visits of whose copies only some have been issued, so that their ready
+        events are still those of the step before."""
         primed = [*self.plan.initial, *(copy for copy in self.plan.copies if copy.lag)]
         content = {tensor: copy.visit for copy in primed for tensor in copy.tensors}
+        begun: set[int] = set()
         whole_steps = 2 if self._whole_step_done else 0
         for at in [*list(range(self._count)) * whole_steps, *range(position)]:
             for batch in self._after[at]:
@@ -172,13 +174,16 @@ class Loader:
                 for tensor in batch.tensors:
                     content.pop(tensor, None)
                     content[tensor] = batch.visit
-        return content
+                (begun.discard if batch.last else begun.add)(batch.visit)
+        return content, begun
 
     # ---- the hot path
 
     def enter(self, unit: int) -> None:
         """Later work on the current stream finds the unit's weights in their place."""
         stream = self._device.compute_stream()
+        if stream.key != self._stream.key:
+            self._change_stream(stream)
         at: int | None = self._next
         regular = not (self._irregular or self._open) and self._count > 0 and self._visits[self._next] == unit
         if not regular:
@@ -284,12 +289,7 @@ class Loader:
         self.counters.steps += 1
         capturing = self._device.is_capturing()
         if self._stream.key != stream.key:
-            # The caller changed streams: what the old one still runs is not ordered before the new one's events.
-            self._order_copies_after(self._stream)
-            if not capturing:  # a capture begins with the device idle
-                # Nor is the new one ordered behind what filled resident tensors and slots before the first step.
-                stream.wait(self._fetched)
-        self._stream = stream
+            self._change_stream(stream, into_capture=capturing)
         if capturing:
             if self._irregular:
                 raise RuntimeError(UNFORESEEN_IN_GRAPH)
@@ -329,6 +329,17 @@ class Loader:
         stream.record(self._demand)
         self._copy.wait(self._demand)
 
+    def _change_stream(self, stream: Stream, *, into_capture: bool = False) -> None:
+        """The caller has gone over to another stream, between two steps or within one.
+
+        What the old one still reads is overwritten after it only. And the new one goes behind it: resident tensors, and
+        bytes that an earlier visit has fetched, have no event that a later visit waits for.
+        """
+        self._order_copies_after(self._stream)
+        if not into_capture:  # a capture begins with the device idle, and may not wait for what lies outside
+            stream.wait(self._demand)
+        self._stream = stream
+
     # ---- what the plan did not foresee
 
     def _become_irregular(self) -> None:
@@ -336,11 +347,11 @@ class Loader:
             raise RuntimeError(UNFORESEEN_IN_GRAPH)
         if not self._irregular:
             self._irregular = True
-            self._valid = {
-                tensor: event
-                for tensor, visit in self._content(self._next).items()
-                if (event := self._ready[visit] or self._fetched)
-            }
+            content, begun = self._content(self._next)
+            for visit in begun:
+                if (ready := self._ready[visit]) is not None:
+                    self._copy.record(ready)
+            self._valid = {tensor: self._ready[visit] or self._fetched for tensor, visit in content.items()}
         self._in_order = 0
 
     def _place_in_plan(self, unit: int, stream: Stream) -> int | None:
@@ -390,7 +401,10 @@ class Loader:
     def _exit_nested(self, stream: Stream) -> None:
         """Back in the visit around: what the inner one overwrote is fetched again."""
         if self._open:
-            self._require(self._open[-1][1], stream)
+            _, around, outer = self._open[-1]
+            if outer.key != stream.key:
+                self._change_stream(outer)
+            self._require(around, outer)
 
     def _count_in_order(self) -> None:
         self._in_order += 1

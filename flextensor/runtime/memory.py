@@ -71,7 +71,7 @@ class DeviceWeights:
     def nbytes(self) -> int:
         """Bytes of device memory taken now, alignment included."""
         arena = 0 if self._arena is None else self._arena.numel()
-        return arena + sum(align(t.numel()) for t in self._resident.values())
+        return arena + sum(align(t.numel()) for t in list(self._resident.values()))  # other threads ask, too
 
     def spans(self) -> list[tuple[int, int]]:
         """The addresses (from, to) of the allocations that weights lie in."""

@@ -106,6 +106,16 @@ def test_a_budget_below_the_least_names_it_and_the_model_goes_on(pair: MakePair)
     assert one.manager.report()["device_weight_bytes"] <= caught.value.needed
 
 
+@pytest.mark.parametrize("units", [1, 2])
+def test_fetching_on_demand_goes_on_right_after_the_link_was_measured_in_its_slots(pair: MakePair, units: int) -> None:
+    """With one unit, its weights are still in their slots when the next call comes; the measurement wrote over them."""
+    one = pair(Blocks(count=units), noise(2, 48), budget=1000, under_model=False)
+    one.run(2)
+    with pytest.raises(ft.BudgetError, match="at least"):
+        one.model(*one.arguments())
+    one.run(3)
+
+
 def test_a_device_too_small_for_one_unit_or_for_the_rest_is_refused_before_the_first_call() -> None:
     unit = 4 * (2 * 48 * 131 + 48 + 131 + 96)
     refused(Blocks(), "no room for the largest unit", ft.BudgetError, device="host", host_memory_bytes=unit // 2)
