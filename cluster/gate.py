@@ -35,7 +35,6 @@ class StepGate:
         self._progress_at = time.monotonic()
         self._steps = 0
         self._parked_at = 0.0
-        self._expired = 0
 
     # the model's thread
 
@@ -72,7 +71,6 @@ class StepGate:
         while (self._closed_by is not None or self._paused) and not self._stopped:
             left = None if self._paused else began + self._patience - time.monotonic()
             if left is not None and left <= 0:
-                self._expired = max(self._expired, self._closed_by or 0)
                 self._closed_by = None
                 break
             self._condition.wait(left)
@@ -101,9 +99,13 @@ class StepGate:
         return time.monotonic() - began
 
     def is_closed_by(self, number: int) -> bool:
-        """True while the gate stands closed for round ``number`` and the model's thread keeps to it."""
+        """True while the gate stands closed for round ``number``.
+
+        Once ``close`` has returned, no step runs while that holds: a thread that was idle and has begun a lease since
+        is on its way to its first boundary, where it parks.
+        """
         with self._condition:
-            return self._closed_by == number and (self._parked or not self._busy)
+            return self._closed_by == number
 
     def open(self, number: int) -> None:
         """Let the model's thread go on, if the gate is closed for round ``number`` or an earlier one."""

@@ -292,7 +292,11 @@ class Worker:
             plan, refused = None, str(error)
         self._plan = plan or self._plan
         assert self._plan is not None
-        manager.stage(self._plan, epoch=assignment.epoch)
+        with self._round_lock:
+            manager.stage(self._plan, epoch=assignment.epoch)
+            self._prepared, number = None, self._round
+        # No round runs while a worker joins: a gate that is closed waits for a commit that never got here.
+        self._gate.open(number)
         return Joined(self._plan, self._budget, refused)
 
     @control

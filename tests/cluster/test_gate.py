@@ -66,6 +66,15 @@ def test_an_idle_thread_counts_as_standing_and_parks_at_its_first_step() -> None
     assert thread.begun == 3
 
 
+def test_a_lease_that_begins_while_the_gate_is_closed_still_keeps_to_it() -> None:
+    """Between the start of a lease and its first step there is work of the task's own (texts to tokens)."""
+    gate = StepGate()
+    gate.close(1, timeout=0.1)
+    gate.enter()
+    assert gate.busy and not gate.parked and gate.is_closed_by(1)
+    gate.leave()
+
+
 def test_close_gives_up_on_a_step_that_does_not_end_and_leaves_the_gate_open() -> None:
     gate = StepGate()
     thread = ModelThread(gate, steps=1, step_seconds=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,18 @@ def test_a_joining_worker_takes_the_agreed_plan_or_solves_for_the_agreed_budget(
     assert worker.state().epoch == 7
     again = worker.join(Assignment(epoch=8, plan=None, budget=1000, solve=True, paused=False))
     assert "bytes are needed" in again.refused and again.plan == joined.plan and again.budget == 0.9
+
+
+def test_a_worker_whose_commit_was_lost_goes_on_when_it_joins(worker: Worker) -> None:
+    proposal = worker.propose(1, 0.9, None, None)
+    worker.prepare(1, 2, proposal.plan, 0.9, 1.0)
+    worker.join(Assignment(epoch=2, plan=proposal.plan, budget=0.9, solve=False, paused=False))
+    began = time.monotonic()
+    run_items(worker, "a")
+    assert time.monotonic() - began < 20, "it stood before its gate until its patience was over"
+    assert worker.state().epoch == 2
+    with pytest.raises(Refused, match="does not stand prepared"):
+        worker.commit(1)
 
 
 def test_a_worker_that_is_not_set_up_takes_no_lease_and_no_round() -> None:
