@@ -108,6 +108,7 @@ class OffloadManager:
         self._callbacks: list[Callable[[int], None]] = []
         self._step = 0
         self._in_root = False
+        self._root_thread = 0
         self._fresh_step = False
         self._from_saved_profile = False
         self._measured_kinds: set[str] = set()
@@ -291,8 +292,13 @@ class OffloadManager:
     def run_root(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One step: a call of the model."""
         if self._in_root:
+            if threading.get_ident() != self._root_thread:
+                raise OffloadError(
+                    f"the offloaded model {self.name!r} was called by two threads at once, but its weights take turns "
+                    "in the same memory: call it from one thread, or hold a lock around each call"
+                )
             return call(*args, **kwargs)
-        self._in_root = True
+        self._in_root, self._root_thread = True, threading.get_ident()
         try:
             self._begin_step()
             with (self._warmup.trap if self._warmup is not None else None) or contextlib.nullcontext():
@@ -764,6 +770,7 @@ class OffloadManager:
         self.profile = replace(saved, other_bytes=self.hosting.other_bytes)
         self._warmup = None
         self._from_saved_profile = True
+        self._recorder.clear()  # samples of another profile's visits
         self._start_inference()
 
     def storage_path(self) -> Path | None:

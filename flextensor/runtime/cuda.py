@@ -68,7 +68,16 @@ class CudaStream:
                         f"{runtime.cudaGetErrorString(code).decode()}"
                     )
 
-        return queue
+        index = self.raw.device.index
+        if torch.cuda.current_device() == index:
+            return queue
+
+        def queue_there() -> None:
+            # The runtime makes a context (hundreds of MB) on whichever GPU is the calling thread's current one.
+            with torch.cuda.device(index):
+                queue()
+
+        return queue_there
 
     def synchronize(self) -> None:
         self.raw.synchronize()

@@ -232,8 +232,8 @@ class Loader:
             at, _, stream = self._open.pop()
             if at is not None and not self._open:
                 self._next = (at + 1) % self._count
+        self.distrust()  # first: in a capture that has failed, an event cannot be recorded either
         self._order_copies_after(stream)
-        self.distrust()
         self._exit_nested(stream)
 
     def distrust(self) -> None:
@@ -279,6 +279,10 @@ class Loader:
     def begin_step(self, kind: str) -> None:
         """A step starts on the current stream. What the last one left out (an exception, a short forward) is over."""
         stream = self._device.compute_stream()
+        if self._capturing:  # a capture was broken off: none of the copies in it was made
+            self._capturing = False
+            self._forget_captured_events()
+            self.distrust()
         if self._open or self._next:
             self._become_irregular()
             for _, _, aborted in self._open:

@@ -54,6 +54,7 @@ class HostStore:
         self._private: dict[str, torch.Tensor] = {}
         self._pins = PinnedRegions()
         self._pin_report: PinReport | None = None
+        self._pin_device: torch.device | int | None = None
         # Memory must not go while CUDA has it registered, even when nobody closes the store.
         self._unpin_at_end = weakref.finalize(self, self._pins.release)
         self._unpin_at_end.atexit = False
@@ -123,7 +124,7 @@ class HostStore:
                 copy = map_anonymous(stored.nbytes)
                 copy.copy_(self._parameter_bytes(stored))
                 if self._pins.nbytes:
-                    self._pins.register([_region(copy)])
+                    self._pins.register([_region(copy)], self._pin_device)
                 self._private[name] = copy
             return typed_view(self._private[name], stored)
 
@@ -195,7 +196,7 @@ class HostStore:
         self._check_open()
         with self._lock:
             stored = self._pins.register(self._regions(), device, read_only=self._read_only)
-            self._pin_report = stored
+            self._pin_report, self._pin_device = stored, device
             if stored.complete:
                 self._pins.register([_region(copy) for copy in self._private.values()], device)
             return stored

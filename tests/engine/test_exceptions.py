@@ -20,6 +20,49 @@ from tests.engine.models import Block
 PHASES = {"discovery": 0, "profiling": 1, "inference": 4}
 
 
+class Waiting(nn.Module):
+    """Blocks; the first call stands between the first and the second until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(32, 65) for _ in range(4))
+        self.stands, self.may_go = threading.Event(), threading.Event()
+        self.may_go.set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        self.stands.set()
+        assert self.may_go.wait(20)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x
+
+
+def test_a_second_thread_is_refused_and_the_first_not_disturbed() -> None:
+    plain = Waiting().eval()
+    x = torch.randn(2, 32)
+    wanted = plain(x)
+    settings = {"include_patterns": ("layers.*",), "gpu_device": "host", "budget_bytes": None}
+    model = ft.offload(plain, ft.OffloadConfig(**settings), name="threads")
+    found: list[torch.Tensor] = []
+    model.stands.clear()
+    model.may_go.clear()
+
+    def call() -> None:
+        with torch.no_grad():
+            found.append(model(x))
+
+    first = threading.Thread(target=call)
+    first.start()
+    assert model.stands.wait(20)
+    with pytest.raises(ft.OffloadError, match="two threads at once"):
+        model(x)
+    model.may_go.set()
+    first.join(20)
+    assert torch.equal(found[0], wanted) and torch.equal(model(x), wanted)
+    ft.release("threads")
+
+
 class Failing(nn.Module):
     """Blocks, one of which raises what it is told, before or after it has used its weights."""
 
