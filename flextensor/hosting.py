@@ -171,7 +171,8 @@ class Hosting:
         return self.store.tensor(weight.name).detach().clone()
 
     def give_back(self, device: Device) -> None:
-        """All tensors to plain host memory, the store closed."""
+        """All tensors to plain host memory, the store closed. Waits for the device, which may still read the store."""
+        device.synchronize()
         for weight in self.managed:
             value = self.store.tensor(weight.name)
             weight.tensor.data = value.clone() if self.store.shared else value

@@ -173,9 +173,13 @@ class OffloadManager:
             guard_inside(unit.module)
         self._root = _RootHandle(self)
         offload_module(self.model, self._root)
-        self._remove_hooks = self.hosting.install_state_dict_hooks()
         if self.phase == PROFILING and self._compile_fn is not None and self.config.profile_mode == "view":
-            self._compile_units()
+            try:
+                self._compile_units()
+            except BaseException:
+                self._census.stop()  # it would keep this manager, and its device memory, alive
+                raise
+        self._remove_hooks = self.hosting.install_state_dict_hooks()
 
     def release(self) -> None:
         """Make the model a plain one, its weights in host memory, and give all memory back. Again is free."""
@@ -401,7 +405,6 @@ class OffloadManager:
         if warmup.end_profiling():
             curve = self._measure_curve()
             self.profile = self._subject().profile(warmup.visits, warmup.kinds, curve, warmup.activation_bytes)
-            self._warmup = None
             self._save_to_storage()
             self._start_inference()
 
@@ -433,7 +436,7 @@ class OffloadManager:
         elif self.config.external_compile:
             apply_correction()
             self._census.start()
-        self.phase = INFERENCE
+        self.phase, self._warmup = INFERENCE, None  # not before: units that fail to compile do so at each call
         assert self.profile is not None
         self._measured_kinds.update(kind.name for kind in self.profile.kinds)
         self._switch(self.solve_configured(), None)
@@ -768,7 +771,6 @@ class OffloadManager:
                 weight.resident_reason = weight.resident_reason or info.reason
         self._reads = [list(unit.tensors) for unit in saved.units]
         self.profile = replace(saved, other_bytes=self.hosting.other_bytes)
-        self._warmup = None
         self._from_saved_profile = True
         self._recorder.clear()  # samples of another profile's visits
         self._start_inference()

@@ -92,6 +92,40 @@ def test_a_compiled_model_is_refused(device: str) -> None:
         ft.offload(model, config(device), name="refused")
 
 
+def test_a_compile_fn_that_raises_leaves_a_plain_model(device: str) -> None:
+    def fails(module: nn.Module) -> nn.Module:
+        raise ValueError("no compiler here")
+
+    model = Blocks()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="no compiler here"):
+        ft.offload(model, config(device, skip_discovery=True, profile_mode="view"), fails, name="refused")
+    assert "refused" not in ft.registry.names()
+    after = model.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    model.load_state_dict(before)
+    model(torch.randn(2, 48))
+
+
+def test_a_compile_fn_that_raises_does_so_at_every_call_until_it_works(pair: MakePair) -> None:
+    broken = [True]
+
+    def compiles(module: nn.Module) -> nn.Module:
+        if broken:
+            raise ValueError("no compiler yet")
+        return module
+
+    one = pair(Blocks(), noise(2, 48), compile_fn=compiles, profile_mode="getter")
+    one.run(2)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no compiler yet"):
+            one.call()
+    broken.clear()
+    one.call()
+    assert one.manager.phase == "inference"
+    one.streams(3)
+
+
 def test_a_budget_below_the_least_names_it_and_the_model_goes_on(pair: MakePair) -> None:
     one = pair(Blocks(), noise(2, 48), budget=1000, under_model=True)
     one.run(2)
