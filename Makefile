@@ -34,7 +34,7 @@ test: $(TEST_STAMP)
 	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 test-deploy: $(TEST_STAMP)
-	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m deploy tests/deploy $(PYTEST_ARGS)
+	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m deploy tests/deploy $(PYTEST_ARGS)
 
 lint: $(TEST_STAMP)
 	@$(BIN)/ruff format --check .

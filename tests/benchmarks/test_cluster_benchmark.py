@@ -39,10 +39,9 @@ def data(results: Path) -> dict[str, Any]:
     return found
 
 
-pytest_ray = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 
-@pytest_ray
 def test_every_section_ran_and_is_written_and_drawn(results: Path, data: dict[str, Any]) -> None:
     assert data["status"] == dict.fromkeys(cluster.SECTIONS, "ok")
     assert data["environment"]["commit"] == "0123abcd"
@@ -52,7 +51,6 @@ def test_every_section_ran_and_is_written_and_drawn(results: Path, data: dict[st
     assert "joint measurements" in text and "SIGKILL" in text
 
 
-@pytest_ray
 def test_rows_stream_within_their_budget_and_add_up(data: dict[str, Any]) -> None:
     for row in data["scaling"]:
         assert 0 < row["weight_bytes"] <= row["budget"] * row["total_bytes"] * 1.001
@@ -64,7 +62,6 @@ def test_rows_stream_within_their_budget_and_add_up(data: dict[str, Any]) -> Non
     assert all(row["efficiency"] == 1.0 and row["link_share"] == 1.0 for row in alone.values())
 
 
-@pytest_ray
 def test_replans_and_a_kill_change_no_output_and_the_node_holds_one_copy(data: dict[str, Any]) -> None:
     assert data["verified"]["identical"] == data["verified"]["checked"] > 0
     assert data["replans"]["different"] == [] and data["replans"]["items"] >= 16
@@ -76,14 +73,12 @@ def test_replans_and_a_kill_change_no_output_and_the_node_holds_one_copy(data: d
     assert data["memory_stack"]["copies"] == pytest.approx(1, abs=0.1)
 
 
-@pytest_ray
 def test_the_coordinators_questions_cost_little(data: dict[str, Any]) -> None:
     cost = data["coordinator"]
     assert 0 < cost["cpu_share"] < 0.05
     assert cost["step_seconds_on"] > 0 and cost["step_seconds_off"] > 0
 
 
-@pytest_ray
 def test_the_contention_row_has_both_plans(data: dict[str, Any]) -> None:
     found = data["contention"]
     assert found["joint"]["weight_bytes"] > 0 and found["solo"]["weight_bytes"] > 0
@@ -92,7 +87,6 @@ def test_the_contention_row_has_both_plans(data: dict[str, Any]) -> None:
     assert found["alone_link_bytes_per_second"] > 1.2 * found["solo"]["link_bytes_per_second"]
 
 
-@pytest_ray
 def test_a_run_leaves_no_store_behind(data: dict[str, Any]) -> None:
     assert [entry for entry in list_stores("/dev/shm") if entry.namespace.startswith("bench-")] == []
 

@@ -17,7 +17,7 @@ from cluster.messages import Item, ReplanOutcome, ReplanRequest, RunStatus
 from cluster.pool import NoWorkers
 from tests.cluster.conftest import TINY_BYTES, TINY_OPTIONS, Run
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
 
 def answers_of(run: Run) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from cluster.messages import JobProgress, ReplanOutcome, ReplanRequest
 from tests.cluster.conftest import Run
 from tests.cluster.test_batch_job import assert_all_right, events_of, items_of, status_of
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
 
 def run_with(run: Run, work: Callable[[], None]) -> JobProgress:

@@ -219,6 +219,7 @@ def soak(start_run: Callable[..., Run], seconds: float, seed: int) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.xdist_group("ray")
 def test_a_worker_that_dies_more_often_than_ray_restarts_it_comes_back(
     start_run: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -233,6 +234,7 @@ def test_a_worker_that_dies_more_often_than_ray_restarts_it_comes_back(
 
 
 @pytest.mark.ray
+@pytest.mark.xdist_group("ray")
 @pytest.mark.timeout(280)
 def test_a_minute_of_kills_replans_and_link_changes(start_run: Callable[..., Run], tmp_path: Path) -> None:
     soak(start_run, SHORT_SECONDS, seed=20)

@@ -12,10 +12,10 @@ from launch.wan_tiny import BLOCKS
 from tests.launch.conftest import ROOT, end_of, start_command
 
 pytest.importorskip("diffusers")
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
 
-@pytest.mark.parametrize("name", ["wan-t2v-compiled", "wan-t2v-external-compile"])
+@pytest.mark.parametrize("name", ["wan-t2v-compiled", pytest.param("wan-t2v-external-compile", marks=pytest.mark.slow)])
 def test_a_video_configuration_runs_compiled_streams_and_verifies(local_ray: str, tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
     settings = {
