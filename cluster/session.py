@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import ray
+from ray._private import ray_constants, services
 from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.exceptions import ActorAlreadyExistsError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -77,12 +78,33 @@ def quiet_ray_environment() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
 
 
+def _keep_to_loopback() -> None:
+    """Ray takes 127.0.0.1 for "this machine" and replaces it by an address that others reach, unless it is told that no
+    other machine will join. Its processes inherit the variable; this one has read it already."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _is_loopback_only(address: str) -> bool:
+    """True for a Ray of ``start_local``: its port answers on 127.0.0.1 and not on the machine's own address."""
+    host, _, port = address.rpartition(":")
+    own = services.get_node_ip_address()
+    if host != LOOPBACK or own == LOOPBACK or not port.isdigit():
+        return False
+    try:
+        socket.create_connection((own, int(port)), timeout=CONNECT_TIMEOUT).close()
+    except OSError:
+        return True
+    return False
+
+
 def start_local(*, gpus: int, namespace: str) -> str:
     """Start a Ray of our own on this machine with ``gpus`` (real or logical) GPUs; its address.
 
     Raises RayStartError.
     """
     quiet_ray_environment()
+    _keep_to_loopback()
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             context = ray.init(
@@ -112,6 +134,8 @@ def attach(address: str, *, namespace: str, auth: str = "") -> str:
     """
     _refuse_silence(address)
     quiet_ray_environment()
+    if _is_loopback_only(address):
+        _keep_to_loopback()
     if auth and "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = auth
         Config.initialize("")  # Ray read it when it was imported, and would wait for ever for an answer without a token
