@@ -50,6 +50,13 @@ def clear_errors() -> Iterator[None]:
         raise typer.Exit(TERMINATED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+    except SystemError as error:
+        # A signal that arrives inside Ray's own compiled code comes out of it as the cause of this.
+        if isinstance(error.__cause__, Terminated):
+            raise typer.Exit(TERMINATED) from None
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            raise typer.Exit(INTERRUPTED) from None
+        raise
 
 
 @contextlib.contextmanager
