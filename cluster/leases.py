@@ -93,7 +93,3 @@ class LeaseQueue:
     def finished(self) -> bool:
         """True when no lease waits and none is out."""
         return not self._waiting and not self._out
-
-    def unfinished_items(self) -> list[Item]:
-        """Items neither finished nor set aside."""
-        return [item for lease in (*self._out.values(), *self._waiting) for item in lease.items]

@@ -62,11 +62,6 @@ class RunFile:
     auth: str = ""
 
 
-def new_namespace() -> str:
-    """A name that no other run has: time and process id."""
-    return time.strftime("run-%Y%m%d-%H%M%S-") + str(os.getpid())
-
-
 def quiet_ray_environment() -> None:
     """What Ray's processes inherit from ours. Set before Ray starts; what the user has set stays.
 

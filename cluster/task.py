@@ -13,7 +13,6 @@ import cloudpickle
 from cluster.messages import Item
 from flextensor.config import OffloadConfig
 
-WARN_BYTES = 1 << 20
 LIMIT_BYTES = 64 << 20
 
 

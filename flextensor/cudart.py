@@ -7,7 +7,7 @@ import ctypes
 import functools
 from pathlib import Path
 
-HOST_TO_DEVICE, DEVICE_TO_DEVICE = 1, 3
+HOST_TO_DEVICE = 1
 """cudaMemcpyKind."""
 
 

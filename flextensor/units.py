@@ -77,11 +77,11 @@ class Selection:
     loose: list[Weight] = field(default_factory=list)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """True when the elements fill their bytes without holes or overlap, in any order of dimensions."""
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """True when the elements fill one stretch of memory, each byte once, in whatever order of dimensions."""
     expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
-        if stride != expected:
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected:
             return False
         expected *= size
     return True
@@ -199,7 +199,7 @@ def _resident_reason(weight: Weight, config: OffloadConfig, excluded: Sequence[s
         return "not a plain strided tensor"
     if weight.nbytes < config.resident_below_bytes or weight.nbytes == 0:
         return f"smaller than {config.resident_below_bytes} bytes"
-    if not is_dense(tensor):
+    if not is_dense(tensor.shape, tensor.stride()):
         return "its elements have holes or overlap in memory"
     return ""
 

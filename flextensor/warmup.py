@@ -62,11 +62,6 @@ class Warmup:
                 fetch,
             )
 
-    @property
-    def discovering(self) -> bool:
-        """True until the last step of discovery is over."""
-        return self._done < self._discovery
-
     def begin_step(self) -> None:
         """A step starts; the device's peak from now on is this step's."""
         self.recorder.begin_step()

@@ -14,6 +14,8 @@ from functools import cached_property
 
 import torch
 
+from flextensor.units import is_dense
+
 PAGE = 4096
 TENSOR_ALIGNMENT = 256
 
@@ -102,16 +104,6 @@ class Layout:
 def round_up(value: int, multiple: int) -> int:
     """``value`` rounded up to a multiple of ``multiple``."""
     return -(-value // multiple) * multiple
-
-
-def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """True when the elements fill one stretch of memory, each byte once, in whatever order of dimensions."""
-    expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
 
 
 def storage_shape(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
