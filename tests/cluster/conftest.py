@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,12 @@ TINY_BYTES = 6 * (128 * 128 + 128) * 4
 
 
 @pytest.fixture(scope="session")
-def local_ray() -> Iterator[str]:
+def local_ray(request: pytest.FixtureRequest) -> Iterator[str]:
     """Four logical GPUs, and this folder on the workers' path; gives the address."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # pytest 9.2 ignores how pytest-xdist 3.8 groups tests: then two clusters would start and take each other's runs.
+        strays = [item.nodeid for item in request.session.items if "local_ray" in fixtures(item) and not grouped(item)]
+        assert not strays, f"not in the one group of tests with a Ray cluster: {strays}"
     if ray.is_initialized():  # by the same fixture of another folder
         yield str(ray.get_runtime_context().gcs_address)
         return
@@ -45,6 +49,15 @@ def local_ray() -> Iterator[str]:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+
+
+def fixtures(item: pytest.Item) -> Sequence[str]:
+    names: Sequence[str] = getattr(item, "fixturenames", ())
+    return names
+
+
+def grouped(item: pytest.Item) -> bool:
+    return item.nodeid.endswith("@ray")
 
 
 class Run:
