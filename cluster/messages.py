@@ -23,7 +23,8 @@ class WorkerStart:
     """What a worker is made from; a restarted worker gets the same.
 
     rank: 0 .. workers - 1, kept across restarts. device: ``cuda`` or ``host``. task: ``module:name``, or a callable
-    packed by ``cluster.task.pack_task``. threads: CPU threads for torch (0: as it is).
+    packed by ``cluster.task.pack_task``. threads: CPU threads for torch (0: as it is). checkpoint_dir: where items that
+    take long keep how far they are, each checkpoint_seconds ("": nowhere).
     """
 
     namespace: str
@@ -36,6 +37,8 @@ class WorkerStart:
     budget: Budget
     store_namespace: str
     threads: int = 0
+    checkpoint_dir: str = ""
+    checkpoint_seconds: float = 60.0
 
     @property
     def manager_name(self) -> str:
@@ -252,6 +255,37 @@ class LeaseResult:
     results: tuple[dict[str, Any], ...]
     seconds: float
     epoch: int
+
+
+@dataclass(frozen=True)
+class BatchPoint:
+    """What one batch size would bring on one worker, and with which plan.
+
+    tokens: that a batch brings (or whatever unit of work the task counts). steps: forwards that a batch takes.
+    step_seconds: predicted, mean of these steps; measured_step_seconds: under the plan in force while it was measured.
+    beside_bytes: caches and activations of a batch at their greatest. refused: why the size cannot be used.
+    """
+
+    batch_size: int
+    tokens: float = 0.0
+    steps: float = 0.0
+    step_seconds: float = 0.0
+    measured_step_seconds: float = 0.0
+    resident_bytes: int = 0
+    weight_bytes: int = 0
+    streamed_bytes: int = 0
+    beside_bytes: int = 0
+    refused: str = ""
+
+    @property
+    def batch_seconds(self) -> float:
+        """Predicted seconds of a batch."""
+        return self.steps * self.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one worker that runs batch after batch."""
+        return self.tokens / self.batch_seconds if self.batch_seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)

@@ -716,6 +716,17 @@ class OffloadManager:
         kinds = measure.kinds_from_live(list(self._recorder.steps), self._kind_counts, self.profile.kinds)
         return replace(self.profile, kinds=kinds, transfer=transfer or self.profile.transfer)
 
+    @contextlib.contextmanager
+    def every_step_timed(self) -> Iterator[None]:
+        """Within the block every step is timed, and ``sampled_steps`` has those of the block alone."""
+        self._recorder.clear()
+        before, self._recorder.every = self._recorder.every, 1
+        try:
+            yield
+            self._recorder.harvest(wait=True)
+        finally:
+            self._recorder.every = before
+
     def timing_rows(self) -> list[VisitSummary]:
         """Transfer, compute and wait of each visit over the sampled steps."""
         visits = self._loader.plan.visits
