@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from flextensor import registry
+from flextensor.compile.detect import first_compiled
 from flextensor.config import ConfigError, OffloadConfig, load_config
 from flextensor.hosting import Hosting
 from flextensor.manager import OffloadManager
@@ -138,12 +139,12 @@ def _load_stored_profile(manager: OffloadManager) -> None:
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
-            raise OffloadError(
-                f"module {name or '(root)'} is compiled already: offload first, then compile, with offload(..., "
-                "compile_fn=...) or OffloadConfig(external_compile=True)"
-            )
+    name = first_compiled(model)
+    if name is not None:
+        raise OffloadError(
+            f"module {name or '(root)'} is compiled already: offload first, then compile, with offload(..., "
+            "compile_fn=...) or OffloadConfig(external_compile=True)"
+        )
 
 
 def init(

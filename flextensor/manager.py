@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from flextensor import measure, planning, registry
 from flextensor.compile import graphs
 from flextensor.compile.census import CompileCensus, CompileReport
 from flextensor.compile.correction import apply_correction
+from flextensor.compile.detect import first_compiled, is_compiled
 from flextensor.compile.limits import bump_dynamo_limits_for_compiled_offload
 from flextensor.compile.tail import ReplanTail, StrategyReplanStatus
 from flextensor.config import OffloadConfig
@@ -165,7 +166,7 @@ class OffloadManager:
                 _bind(self._enter, at),
                 _bind(self._leave, at),
                 _bind(self._abort, at),
-                traced=_bind(self._traced.add, at),
+                traced=_bind(self._enter_traced, at),
             )
             self._handles.append(handle)
             offload_module(unit.module, handle)
@@ -173,9 +174,9 @@ class OffloadManager:
             guard_inside(unit.module)
         self._root = _RootHandle(self)
         offload_module(self.model, self._root)
-        if self.phase == PROFILING and self._compile_fn is not None and self.config.profile_mode == "view":
+        if self.phase == PROFILING:
             try:
-                self._compile_units()
+                self._compile_before_profiling()
             except BaseException:
                 self._census.stop()  # it would keep this manager, and its device memory, alive
                 raise
@@ -225,11 +226,8 @@ class OffloadManager:
                 self._warmup.recorder.name_step(kind)
         if torch.is_grad_enabled():
             self._refuse_gradients(unit, args, kwargs)
-        if self.phase == DISCOVERY and self._pieces[unit].module._compiled_call_impl is not None:
-            raise OffloadError(
-                f"unit {self._pieces[unit].name!r} was compiled during discovery, which must run eagerly; compile "
-                f"after {self.iters_before_inference} calls of the model, when the phase is 'inference'"
-            )
+        if self.phase == DISCOVERY and first_compiled(self._pieces[unit].module) is not None:
+            self._refuse_compiled_in_discovery(unit)
         warmup = self._warmup
         if warmup is not None:
             warmup.recorder.arrive(unit)
@@ -250,6 +248,18 @@ class OffloadManager:
         if self._open_units and self._open_units[-1] == unit:
             self._open_units.pop()
         self._loader.abort(unit)
+
+    def _enter_traced(self, unit: int) -> None:
+        """The unit is about to run inside somebody's graph."""
+        if self.phase == DISCOVERY:
+            self._refuse_compiled_in_discovery(unit)
+        self._traced.add(unit)
+
+    def _refuse_compiled_in_discovery(self, unit: int) -> NoReturn:
+        raise OffloadError(
+            f"unit {self._pieces[unit].name!r}, or a module in it, was compiled during discovery, which must run "
+            f"eagerly; compile after {self.iters_before_inference} calls of the model, when the phase is 'inference'"
+        )
 
     def _refuse_gradients(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tracked = [w.name for w in self._pieces[unit].weights if w.tensor.requires_grad]
@@ -366,7 +376,7 @@ class OffloadManager:
         self._take_up_edits()
         self._fresh_step = True
         self._open_units.clear()
-        if self._census.active:
+        if self._census.active and self.device.torch_device.type == "cuda":  # the import alone takes a second
             # Inductor's CUDA graphs, one a unit, learn here that outputs of the step before may be overwritten.
             torch.compiler.cudagraph_mark_step_begin()
         if self._warmup is not None:
@@ -398,8 +408,7 @@ class OffloadManager:
             self.phase = PROFILING
             self._quiesce()
             self._loader = self._on_demand_loader()
-            if self._compile_fn is not None and self.config.profile_mode == "view":
-                self._compile_units()
+            self._compile_before_profiling()
             return
         self.device.synchronize()
         if warmup.end_profiling():
@@ -434,19 +443,27 @@ class OffloadManager:
         if self._compile_fn is not None:
             self._compile_units()
         elif self.config.external_compile:
-            apply_correction()
-            self._census.start()
+            self._expect_compilation()
         self.phase, self._warmup = INFERENCE, None  # not before: units that fail to compile do so at each call
         assert self.profile is not None
         self._measured_kinds.update(kind.name for kind in self.profile.kinds)
         self._switch(self.solve_configured(), None)
         self._unforeseen_before = 0  # until now every visit was, by design
 
+    def _expect_compilation(self) -> None:
+        apply_correction()
+        self._census.start()
+
+    def _compile_before_profiling(self) -> None:
+        if self._compile_fn is None and self.config.external_compile:
+            self._expect_compilation()  # the caller may compile during profiling, too
+        elif self._compile_fn is not None and self.config.profile_mode == "view":
+            self._compile_units()
+
     def _compile_units(self) -> None:
         assert self._compile_fn is not None
-        apply_correction()
+        self._expect_compilation()
         bump_dynamo_limits_for_compiled_offload(len(self.units))
-        self._census.start()
         for unit, handle in zip(self._pieces, self._handles, strict=False):  # regions have no handle
             if handle.compiled is None:
                 handle.compiled = self._compile_fn(plain_twin(unit.module))
@@ -614,7 +631,9 @@ class OffloadManager:
             logger.warning("strategy replan refused: %s", self._tail.reason)
             return
         try:
-            self.profile = self.current_profile()
+            assert self.profile is not None
+            slower = measure.live_factor(self._recorder.steps, self.profile.transfer)
+            self.profile = self.current_profile(None if slower is None else self.profile.transfer.scaled(slower))
             self._switch(self.solve_configured(), None)
         except BaseException as error:
             self._tail.broken(f"{type(error).__name__}: {error}")
@@ -829,7 +848,8 @@ class OffloadManager:
         return self._census.report([self._is_compiled(at) for at in range(len(self._handles))])
 
     def _is_compiled(self, unit: int) -> bool:
-        return self._handles[unit].compiled is not None or self._pieces[unit].module._compiled_call_impl is not None
+        in_place = self._handles[unit].compiled is not None or is_compiled(self._pieces[unit].module)
+        return in_place or unit in self._traced
 
     def get_gpu_memory_usage(self) -> dict[str, int]:
         """Bytes on the device: weights of the plan, other weights, all tensors now and at their peak, free, total."""

@@ -210,7 +210,7 @@ def _time_copy(device: Device, stream: Stream, destination: torch.Tensor, source
     return best
 
 
-def live_factor(steps: Sequence[StepTimes], curve: TransferCurve) -> float | None:
+def live_factor(steps: Iterable[StepTimes], curve: TransferCurve) -> float | None:
     """How many times as long as ``curve`` says the copies of recent steps took; None without copies."""
     ratios = [
         (span.end - span.start) / curve.seconds(span.nbytes) for step in steps for span in step.copies if span.nbytes

@@ -163,7 +163,8 @@ class UnitHandle:
             self._abort()
             raise ops.MonolithicGraphError(
                 f"the graph around unit {self.name!r} works on copies of its weights, as backends other than "
-                "'inductor' make them; compile each module of manager.offload_units() on its own, which any backend can"
+                "'inductor' make them; compile each module of manager.offload_units() in place (`module.compile()`), "
+                "which any backend can"
             )
 
     def exit_traced(self) -> None:

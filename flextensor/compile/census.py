@@ -13,7 +13,8 @@ import torch
 @dataclass(frozen=True)
 class CompileReport:
     """Numbers of units. compiled: made graphs of their own (``graphs`` in all). shared: compiled, and every call ran a
-    graph that another unit had made. eager: not compiled. pending: compiled, but not called yet."""
+    graph that another unit had made, or one of the caller's around it. eager: not compiled. pending: compiled, but not
+    called yet."""
 
     compiled: int
     shared: int

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -36,16 +35,14 @@ class Boundary(Protocol):
 
 ONE_UNIT_A_GRAPH = (
     "an offloaded model cannot be compiled as a whole, nor several of its units in one graph: their weights take turns "
-    "in the same memory. Compile each module of manager.offload_units() on its own, or pass compile_fn to offload()"
+    "in the same memory. Compile each module of manager.offload_units() in place (`module.compile()`), or pass "
+    "compile_fn to offload()"
 )
 
 
 class MonolithicGraphError(RuntimeError):
     """More than one unit of an offloaded model in one graph."""
 
-
-trace_hooks: list[Callable[[], object]] = []
-"""Called when a unit is traced into somebody's graph."""
 
 _traces: weakref.WeakSet[object] = weakref.WeakSet()
 _boundaries: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
@@ -70,8 +67,6 @@ def note_traced_unit() -> int:
         if trace in _traces:
             raise MonolithicGraphError(ONE_UNIT_A_GRAPH)
         _traces.add(trace)
-    for hook in trace_hooks:
-        hook()
     return 0
 
 
@@ -87,7 +82,8 @@ def _define_ops() -> None:
         return
     library = torch.library.Library(NAMESPACE, "DEF")
     for name, mutated, run in (("pre_compute", "weights", _pre_compute), ("post_compute", "outputs", _post_compute)):
-        library.define(f"{name}(Tensor(a!)[] {mutated}, Tensor unit) -> ()")
+        # What they do (wait, record, copy) must happen at each call: Inductor cuts its CUDA graphs at ops of this tag.
+        library.define(f"{name}(Tensor(a!)[] {mutated}, Tensor unit) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _fake, lib=library)
     _library = library

@@ -1,0 +1,21 @@
+"""Whether a module runs compiled code: by ``torch.compile(module)``, ``module.compile()``, or a ``forward`` that was
+replaced by a compiled one."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True for the module itself; what is inside it is not looked at."""
+    if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
+        return True
+    forward = module.__dict__.get("forward")
+    # ``torch.compiler.disable`` leaves the same mark, with another beside it.
+    return hasattr(forward, "_torchdynamo_orig_callable") and not getattr(forward, "_torchdynamo_disable", False)
+
+
+def first_compiled(module: nn.Module) -> str | None:
+    """The name of the first compiled module in ``module`` (empty: itself); None when there is none."""
+    return next((name for name, inner in module.named_modules() if is_compiled(inner)), None)
