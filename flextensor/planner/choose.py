@@ -66,7 +66,7 @@ class Menus:
         costed: list[tuple[int, float, tuple[int, ...]]] = []
         for pick in _subsets(row, size):
             chosen = [row[i] for i in pick]
-            costed.append((sum(size[t] for t in chosen), self.link_seconds(chosen), pick))
+            costed.append((sum(size[t] for t in chosen), self.layout.link_seconds(self.curve, chosen), pick))
         costed.sort(key=lambda c: (-c[0], c[1], c[2]))
         best: list[tuple[int, float, tuple[int, ...]]] = []
         for entry in costed:
@@ -74,16 +74,6 @@ class Menus:
                 best.append(entry)
         best.reverse()
         return tuple(pick for _, _, pick in best), tuple(seconds for _, seconds, _ in best)
-
-    def link_seconds(self, chosen: Sequence[int]) -> float:
-        """Seconds of the copies of these tensors (in store order), one copy a contiguous run."""
-        at, ends, following = self.layout.at, self.layout.ends, self.layout.following
-        total, first = 0.0, 0
-        for i in range(1, len(chosen) + 1):
-            if i == len(chosen) or following[chosen[i - 1]] != chosen[i]:
-                total += self.curve(ends[chosen[i - 1]] - at[chosen[first]])
-                first = i
-        return total
 
     def spread(self, rate: float, cap: int) -> list[int]:
         """The entry of each unit's menu at ``rate`` seconds of copies a second of compute, ``cap`` bytes a unit."""

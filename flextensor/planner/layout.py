@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -104,6 +104,16 @@ class Layout:
             if 0 <= self.at[two] - self.ends[one] < ALIGNMENT and self.at[two] % ALIGNMENT == 0:
                 out[one] = two
         return tuple(out)
+
+    def link_seconds(self, curve: Callable[[int], float], chosen: Sequence[int]) -> float:
+        """Seconds of the copies of these tensors (in store order), one copy a contiguous run."""
+        at, ends, following = self.at, self.ends, self.following
+        total, first = 0.0, 0
+        for i in range(1, len(chosen) + 1):
+            if i == len(chosen) or following[chosen[i - 1]] != chosen[i]:
+                total += curve(ends[chosen[i - 1]] - at[chosen[first]])
+                first = i
+        return total
 
     @cached_property
     def weights(self) -> tuple[float, ...]:

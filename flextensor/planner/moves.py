@@ -17,7 +17,7 @@ from flextensor.planner.trial import Judge, Trial
 FEW = 40
 """Models of so few tensors have time for more arenas a choice, and of SO_FEW_THAT_ALL for every choice."""
 
-SO_FEW_THAT_ALL = 7
+SO_FEW_THAT_ALL = 10
 
 Move = tuple[frozenset[int], int]
 
@@ -38,16 +38,33 @@ def neighbours(judge: Judge, best: Trial) -> Iterator[Move]:
 
 
 def every_choice(judge: Judge, best: Callable[[], Trial | None]) -> Iterator[Move]:
-    """Every set of tensors, first in the arenas that are nearest at hand. ``best`` may change between moves."""
+    """Every set of tensors, first in the arenas that are nearest at hand, then in all that sums of its tensors fill.
+
+    ``best`` may change between moves. What cannot be as fast as it is left out; the fastest on paper come first.
+    """
     tensors = sorted(judge.everything)
-    choices = [frozenset(c) for n in range(len(tensors) + 1) for c in itertools.combinations(tensors, n)]
+    every = [frozenset(c) for n in range(len(tensors) + 1) for c in itertools.combinations(tensors, n)]
+    bounded = sorted(((judge.least_seconds(streamed), at, streamed) for at, streamed in enumerate(every)))
     for exact in (False, True):
-        for streamed in choices:
+        for least, _, streamed in bounded:
             known = best()
-            rooms = _rooms(judge, known, streamed) if known is not None else []
+            if known is None or least > judge.slowest_worth(known):
+                break
+            rooms = _rooms(judge, known, streamed)
             if rooms:
-                arenas = _exact(judge.layout, streamed, rooms[0]) if exact else rooms
+                arenas = _filled(judge.layout, streamed, rooms[0]) if exact else rooms
                 yield from ((streamed, arena) for arena in arenas)
+
+
+def _filled(layout: Layout, streamed: frozenset[int], most: int) -> list[int]:
+    """Every sum of these tensors that holds the largest unit, larger ones first; then those beyond the room, as what is
+    not used of an arena is given back."""
+    sums = {0}
+    for t in streamed:
+        sums |= {nbytes + layout.size[t] for nbytes in sums}
+    largest = max(layout.unit_bytes(_rows(layout, streamed)), default=0)
+    fit = sorted((nbytes for nbytes in sums if largest <= nbytes <= most), reverse=True)
+    return [*fit, *sorted(nbytes for nbytes in sums if most < nbytes <= most + most // 2)]
 
 
 def _changed(judge: Judge, streamed: frozenset[int]) -> Iterator[frozenset[int]]:

@@ -110,6 +110,19 @@ class Judge:
         # ``arena`` and not ``used``: the plan is made again from it, and must come out the same.
         return Trial(streamed, arena, placement, total, transfer, weight_bytes, nbytes)
 
+    def least_seconds(self, streamed: frozenset[int]) -> float:
+        """No plan that streams these tensors takes less: each is fetched once a step, a unit's in as few copies as
+        there can be. (One that stays in its place all step long is as good as resident: another set.)"""
+        layout, transfer = self.layout, 0.0
+        for unit in set(layout.profile.visits):
+            row = [t for t in layout.reads[unit] if t in streamed and t not in layout.shared]
+            transfer += layout.link_seconds(self._curve, row)
+        return max(transfer, self.resident_seconds)
+
+    def slowest_worth(self, best: Trial) -> float:
+        """Seconds above which no trial can be better than ``best``."""
+        return self.time_limit if self.limits.budget_bytes is None else (1 + 1e-3) * best.seconds
+
     def allowed(self, trial: Trial) -> bool:
         """Latency mode: no slower than the resident model, copies within their share."""
         return trial.seconds <= self.time_limit and trial.transfer <= self.limits.scale * self.time_limit
