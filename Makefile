@@ -13,7 +13,7 @@ MODEL := models/SmolLM2-135M-Instruct
 # one cluster for the session. No call leaves the machine.
 QUIET := RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-deploy lint format model clean
+.PHONY: demo test test-deploy test-gpu bench lint format model clean
 .DELETE_ON_ERROR:
 
 $(DEMO_STAMP): $(PINS)
@@ -35,6 +35,13 @@ test: $(TEST_STAMP)
 
 test-deploy: $(TEST_STAMP)
 	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m deploy tests/deploy $(PYTEST_ARGS)
+
+# On a machine with a GPU: the tests that need one, and every benchmark that it can run (about 20 minutes).
+test-gpu: $(TEST_STAMP)
+	@$(QUIET) $(BIN)/python -m pytest -n 8 --dist loadgroup -m gpu $(PYTEST_ARGS)
+
+bench: $(TEST_STAMP)
+	@$(QUIET) $(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 lint: $(TEST_STAMP)
 	@$(BIN)/ruff format --check .
