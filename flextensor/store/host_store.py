@@ -16,7 +16,7 @@ import torch
 from flextensor.store.errors import StoreClosedError, StoreCorruptError, StoreError
 from flextensor.store.filling import checksums_of
 from flextensor.store.layout import Layout, StoredTensor
-from flextensor.store.mapping import huge_bytes, map_anonymous, typed_view
+from flextensor.store.mapping import huge_bytes, map_anonymous, touch_huge, typed_view
 from flextensor.store.pinning import PinnedRegions, Region
 from flextensor.store.report import PinReport, StoreReport
 
@@ -286,6 +286,7 @@ class MappedStore(HostStore):
     ) -> None:
         super().__init__(layout, identity)
         self._memory: torch.Tensor | None = memory
+        self._huge_touched = False
         self.checksums = checksums
 
     @property
@@ -310,7 +311,11 @@ class MappedStore(HostStore):
         if self._memory is None:
             return ""
         start = self._memory.data_ptr()
-        return f"{huge_bytes((start, start + self._memory.numel()))} bytes"
+        if self.shared and not self._huge_touched:  # it was filled through another mapping
+            touch_huge(self._memory)
+            self._huge_touched = True
+        found = huge_bytes((start, start + self._memory.numel()))
+        return f"{found} of {self._memory.numel()} bytes"
 
     def _drop_memory(self) -> None:
         self._memory = None

@@ -14,10 +14,14 @@ import os
 import stat
 from typing import Protocol
 
+import torch
+
 from flextensor.store.errors import StoreAccessError, StoreSpaceError
+from flextensor.store.filling import thread_count
 from flextensor.store.limits import memory_limits
 from flextensor.store.locking import MODE, is_held, leads_to, let_go, open_locked, remove_unheld
 from flextensor.store.naming import StoreName, filesystem_type
+from flextensor.store.reserving import reserve
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +43,9 @@ class Place(Protocol):
     def create(self) -> int:
         """A locked descriptor of a new, empty file that nobody finds yet."""
 
-    def reserve(self, fd: int, nbytes: int) -> None:
-        """Get every page now, or raise StoreSpaceError: memory that runs out later would be a SIGBUS."""
+    def reserve(self, fd: int, memory: torch.Tensor) -> None:
+        """Get every page of the file now, mapped as ``memory``, or raise StoreSpaceError: memory that runs out later
+        would be a SIGBUS."""
 
     def publish(self, fd: int) -> None:
         """Let others find the complete file."""
@@ -80,11 +85,12 @@ class NamedFile:
         fcntl.flock(fd, fcntl.LOCK_SH)
         return fd
 
-    def reserve(self, fd: int, nbytes: int) -> None:
+    def reserve(self, fd: int, memory: torch.Tensor) -> None:
+        needed = os.fstat(fd).st_size
         try:
-            os.posix_fallocate(fd, 0, nbytes)
+            reserve(fd, memory, thread_count())
         except OSError as error:
-            raise _space_error(self._name.directory, nbytes, _free_bytes(self._name.directory)) from error
+            raise _space_error(self._name.directory, needed, _free_bytes(self._name.directory)) from error
 
     def publish(self, fd: int) -> None:
         _give_name(fd, self._name.file)
@@ -137,12 +143,14 @@ class HandedFile:
         fcntl.flock(fd, fcntl.LOCK_SH)
         return fd
 
-    def reserve(self, fd: int, nbytes: int) -> None:
+    def reserve(self, fd: int, memory: torch.Tensor) -> None:
+        nbytes = os.fstat(fd).st_size
         try:
-            os.posix_fallocate(fd, 0, nbytes)
+            reserve(fd, memory, thread_count())
         except OSError as error:
             raise StoreSpaceError(
-                f"cannot get {nbytes} bytes of memory for the host store: {error.strerror}",
+                f"cannot get {nbytes} bytes of memory for the host store: {error.strerror}; free memory, raise the "
+                "container's limit, or use a smaller dtype",
                 nbytes,
                 memory_limits().available,
             ) from error

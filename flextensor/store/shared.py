@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -219,7 +220,7 @@ class _Start:
             memory = map_file(fd, total, skip=header_bytes)
             numa = interleave(memory)
             reserving = time.perf_counter()
-            place.reserve(fd, total)
+            place.reserve(fd, memory)
             reserved = time.perf_counter() - reserving
             checksums = self._read_all(memory, election)
             self._source.check_unchanged()
@@ -243,12 +244,14 @@ class _Start:
         checksums: dict[str, str] = {}
         done = 0
         opened = ((tensor, _opener(self._source, tensor)) for tensor in self._layout.tensors)
-        for tensor, found in fill(opened, memory, checksums=True):
-            checksums[tensor.name] = found.hex()
-            done += tensor.nbytes
-            told = election.announce(done, self._layout.weight_bytes)
-            if self._progress is not None and told is not None:
-                self._progress(told)
+        # Closed, so that no thread writes any more when an error of ours leaves here.
+        with contextlib.closing(fill(opened, memory, checksums=True)) as filled:
+            for tensor, found in filled:
+                checksums[tensor.name] = found.hex()
+                done += tensor.nbytes
+                told = election.announce(done, self._layout.weight_bytes)
+                if self._progress is not None and told is not None:
+                    self._progress(told)
         return checksums
 
 

@@ -20,12 +20,13 @@ def as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_equals_its_definition(data: bytes) -> None:
     assert checksum(as_tensor(data)) == by_definition(data)
 
 
-@settings(max_examples=20)
+@settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**31), st.integers(1, 10), st.integers(0, 7))
 def test_large_ones_equal_the_sum_of_their_pieces(seed: int, cut: int, tail: int) -> None:
     raw = torch.randint(0, 256, (ROW_BYTES * 10 + 8 * 100 + tail,), generator=torch.Generator().manual_seed(seed))
@@ -35,6 +36,7 @@ def test_large_ones_equal_the_sum_of_their_pieces(seed: int, cut: int, tail: int
     assert parts == checksum(raw) == by_definition(bytes(raw.tolist()))
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_any_change_of_one_byte_is_seen(data: bytes, choose: st.DataObject) -> None:
     at = choose.draw(st.integers(0, len(data) - 1))

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flextensor.store import UnitSpec, WeightSpec, is_dense, make_layout
@@ -37,6 +37,7 @@ def models(draw: st.DrawFn) -> tuple[UnitSpec, ...]:
     return tuple(units)
 
 
+@settings(deadline=None)
 @given(models())
 def test_weights_are_aligned_ordered_and_never_overlap(units: tuple[UnitSpec, ...]) -> None:
     layout = make_layout(units)
@@ -57,6 +58,7 @@ def test_weights_are_aligned_ordered_and_never_overlap(units: tuple[UnitSpec, ..
             assert after.offset == -(-(before.offset + before.nbytes) // 256) * 256
 
 
+@settings(deadline=None)
 @given(models())
 def test_the_same_units_give_the_same_layout_and_fingerprint(units: tuple[UnitSpec, ...]) -> None:
     shuffled = tuple(UnitSpec(unit.name, tuple(reversed(unit.weights))) for unit in units)
@@ -64,6 +66,7 @@ def test_the_same_units_give_the_same_layout_and_fingerprint(units: tuple[UnitSp
     assert make_layout(units).fingerprint == make_layout(shuffled).fingerprint
 
 
+@settings(deadline=None)
 @given(models())
 def test_weights_of_an_adopted_layout_do_not_touch(units: tuple[UnitSpec, ...]) -> None:
     tensors = make_scattered_layout(units).tensors
@@ -71,6 +74,7 @@ def test_weights_of_an_adopted_layout_do_not_touch(units: tuple[UnitSpec, ...]) 
         assert after.offset > -(-(before.offset + before.nbytes) // 256) * 256
 
 
+@settings(deadline=None)
 @given(models(), st.integers(4096, 1 << 16))
 def test_pin_chunks_cover_the_store_and_cut_between_units(units: tuple[UnitSpec, ...], most: int) -> None:
     layout = make_layout(units)
@@ -84,6 +88,7 @@ def test_pin_chunks_cover_the_store_and_cut_between_units(units: tuple[UnitSpec,
         assert end - start <= most or not inside
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_dense_is_what_torch_can_read_back_as_a_permutation(data: st.DataObject) -> None:
     weight = data.draw(dense_weights("w"))

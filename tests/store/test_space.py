@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 from pathlib import Path
 
@@ -9,6 +11,9 @@ import pytest
 import torch
 
 from flextensor.store import StoreAccessError, StoreSpaceError, TensorSource, shared_store
+from flextensor.store.filling import Reader
+from flextensor.store.layout import StoredTensor
+from flextensor.store.mapping import map_file
 from flextensor.store.naming import StoreName
 from flextensor.store.places import NamedFile
 from tests.store.small_models import same, units_of
@@ -39,13 +44,44 @@ def test_a_tmpfs_that_fills_up_after_the_check_is_an_error_and_no_signal(small_t
     place.check_space(50 << 20)
     fd = place.create()
     (Path(small_tmpfs) / "other").write_bytes(b"x" * (40 << 20))
+    os.ftruncate(fd, 50 << 20)
+    memory = map_file(fd, 50 << 20)
     with pytest.raises(StoreSpaceError) as caught:
-        place.reserve(fd, 50 << 20)
+        place.reserve(fd, memory)
+    assert (os.fstat(fd).st_size, os.fstat(fd).st_blocks) == (0, 0), "its pages are given back at once"
     place.leave(fd, keep=False)
     assert caught.value.needed == 50 << 20
-    assert caught.value.free < 50 << 20
+    assert caught.value.free <= 24 << 20
     assert os.listdir(small_tmpfs) == ["other"]
     assert os.statvfs(small_tmpfs).f_bavail * os.statvfs(small_tmpfs).f_frsize >= 23 << 20
+    del memory, caught  # its traceback has the mapping too
+    gc.collect()
+
+
+def _open_files_under(directory: str) -> list[int]:
+    """Descriptors of files without a name: what a store is while it is filled."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith(f"{directory}/#") and target.endswith("(deleted)"):
+                found.append(int(name))
+    return found
+
+
+def test_every_page_is_there_before_the_first_byte_is_read(shm_dir: str) -> None:
+    reserved: list[tuple[int, int]] = []
+
+    class Watched(TensorSource):
+        def open(self, tensor: StoredTensor) -> tuple[Reader, bool]:
+            (fd,) = _open_files_under(shm_dir)
+            status = os.fstat(fd)
+            reserved.append((status.st_blocks * 512, status.st_size))
+            return super().open(tensor)
+
+    shared_store(units_of(MODEL), Watched(MODEL), namespace="t", directory=shm_dir).close()
+    assert len(reserved) == len(MODEL)
+    assert all(held >= size > 200 << 20 for held, size in reserved)
 
 
 def test_a_store_that_leaves_makes_room_for_the_next(small_tmpfs: str) -> None:
