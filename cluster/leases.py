@@ -28,8 +28,13 @@ def make_batches(items: Sequence[Item], size: int, length: Callable[[Item], int]
     """
     if size < 1:
         raise ValueError(f"a batch holds {size} items; it needs 1 or more")
-    ordered = sorted(range(len(items)), key=lambda index: (-length(items[index]), index))
-    return [tuple(items[index] for index in ordered[at : at + size]) for at in range(0, len(ordered), size)]
+    ordered = by_length(items, length)
+    return [tuple(ordered[at : at + size]) for at in range(0, len(ordered), size)]
+
+
+def by_length(items: Sequence[Item], length: Callable[[Item], int]) -> list[Item]:
+    """Longest first; items of one length in their order."""
+    return sorted(items, key=lambda item: -length(item))
 
 
 class LeaseQueue:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError
 
@@ -24,6 +27,8 @@ PATIENCE = 60.0
 
 ADMIT_ATTEMPTS = 20
 ADMIT_TIMEOUT = 120.0
+ASK_TIMEOUT = 2.0
+GONE_TIMEOUT = 5.0
 
 
 class NoWorkers(RuntimeError):
@@ -48,12 +53,20 @@ class Slot:
 
 
 class WorkerPool:
-    """``make(rank)`` starts a worker's actor; ``sample`` are items that workers warm up with."""
+    """``make(rank)`` starts a worker's actor; ``sample`` are items that workers warm up with. hold: workers that are
+    set up wait for ``release`` before they are admitted."""
 
     def __init__(
-        self, make: Callable[[int], Any], *, workers: int, coordinator: Any, sample: tuple[Item, ...] = ()
+        self,
+        make: Callable[[int], Any],
+        *,
+        workers: int,
+        coordinator: Any,
+        sample: tuple[Item, ...] = (),
+        hold: bool = False,
     ) -> None:
         self._make = make
+        self._hold = hold
         self._sample = sample
         self._given_up: list[str] = []
         self.coordinator = coordinator
@@ -70,6 +83,24 @@ class WorkerPool:
     def ready(self) -> list[Slot]:
         """Slots whose workers take leases now."""
         return [slot for slot in self.slots if slot.phase == "ready"]
+
+    @property
+    def held(self) -> list[Slot]:
+        """Slots whose workers are set up and wait for ``release``."""
+        return [slot for slot in self.slots if slot.phase == "held"]
+
+    @property
+    def starting(self) -> bool:
+        """True while any worker is being set up."""
+        return any(slot.setup is not None for slot in self.slots)
+
+    def release(self) -> None:
+        """Admit the workers that were held, and all later ones at once."""
+        self._hold = False
+        for slot in self.held:
+            self._admit(slot)
+            slot.phase = "ready"
+        self._warn()
 
     def references(self) -> list[Any]:
         """Everything that is being waited for."""
@@ -98,6 +129,9 @@ class WorkerPool:
         except RayError as error:
             self._give_up(slot, error)
             return None
+        if self._hold:
+            slot.phase = "held"
+            return state
         self._admit(slot)
         slot.phase = "ready"
         self._warn()
@@ -112,7 +146,7 @@ class WorkerPool:
             except ActorUnavailableError:
                 time.sleep(1.0)  # Ray starts it again
             except (RayError, TimeoutError) as error:
-                logger.warning("worker %d works without the coordinator: %s", slot.rank, _first_line(error))
+                logger.warning("worker %d works without the coordinator: %s", slot.rank, first_line(error))
                 return
         logger.warning("worker %d works without the coordinator, which does not come back", slot.rank)
 
@@ -124,8 +158,8 @@ class WorkerPool:
         if slot.deaths == 1:
             slot.lost_at = time.monotonic()
         awaited = isinstance(error, ActorUnavailableError) and time.monotonic() - slot.lost_at < PATIENCE
-        self.coordinator.lose.remote(slot.rank, _first_line(error))
-        logger.warning("worker %d is gone (%s)", slot.rank, _first_line(error))
+        self.coordinator.lose.remote(slot.rank, first_line(error))
+        logger.warning("worker %d is gone (%s)", slot.rank, first_line(error))
         if slot.deaths >= LIVES_WITHOUT_WORK and not awaited:
             self._give_up(slot, error)
             return
@@ -140,13 +174,13 @@ class WorkerPool:
 
     def _give_up(self, slot: Slot, error: Exception) -> None:
         slot.phase, slot.setup = "given up", None
-        self._given_up.append(f"worker {slot.rank} is given up: {_first_line(error)}")
+        self._given_up.append(f"worker {slot.rank} is given up: {first_line(error)}")
         self.coordinator.dismiss.remote(slot.rank)
-        self.coordinator.event.remote("worker_given_up", {"rank": slot.rank, "error": _first_line(error)})
+        self.coordinator.event.remote("worker_given_up", {"rank": slot.rank, "error": first_line(error)})
         ray.kill(slot.handle)
         if all(other.phase == "given up" for other in self.slots):
             cause = getattr(error, "cause", None) or error
-            raise NoWorkers(f"no worker is left; the last one failed with: {_first_line(error)}", cause)
+            raise NoWorkers(f"no worker is left; the last one failed with: {first_line(error)}", cause)
         if self.ready:
             self._warn()
 
@@ -157,18 +191,43 @@ class WorkerPool:
         self._given_up.clear()
 
     def close(self, *, timeout: float) -> None:
-        """Workers end their leases at the next step boundary and release the model; what does not is killed."""
+        """Workers end their leases at the next step boundary and release the model; what does not within ``timeout``
+        seconds is killed, and so is at once who still loads: nothing of it can be ended in between."""
         alive = [slot for slot in self.slots if slot.phase != "given up"]
-        stops = [slot.handle.stop.remote() for slot in alive]
-        closes = [slot.handle.close.remote() for slot in alive]
+        running = [slot for slot in alive if slot.phase != "starting"]
+        processes = _processes_here(alive)
+        stops = [slot.handle.stop.remote() for slot in running]
+        closes = [slot.handle.close.remote() for slot in running]
         if closes:
             ray.wait([*stops, *closes], num_returns=len(stops) + len(closes), timeout=timeout)
         for slot in alive:
             ray.kill(slot.handle)
             slot.phase = "given up"
+        _wait_until_gone(processes)
 
 
-def _first_line(error: BaseException) -> str:
+def _processes_here(slots: list[Slot]) -> list[int]:
+    """Process ids of the workers on this machine that answer at once."""
+    asked = [slot.handle.state.remote() for slot in slots]
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ASK_TIMEOUT) if asked else ([], [])
+    found = []
+    for reference in answered:
+        with contextlib.suppress(RayError):
+            state: WorkerState = ray.get(reference)
+            if state.node == socket.gethostname():
+                found.append(state.pid)
+    return found
+
+
+def _wait_until_gone(processes: list[int]) -> None:
+    """Ray kills without waiting, and a store is in use until the last process that holds it is gone."""
+    end = time.monotonic() + GONE_TIMEOUT
+    while time.monotonic() < end and any(psutil.pid_exists(process) for process in processes):
+        time.sleep(0.02)
+
+
+def first_line(error: BaseException) -> str:
+    """One line that says why a call to a worker failed."""
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, RayActorError):
         return f"its process is gone ({type(cause).__name__})"

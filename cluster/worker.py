@@ -12,13 +12,17 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from cluster.batch_size import BatchTrial, TrialRequest
+from cluster.checkpoints import ItemCheckpoints
 from cluster.gate import GateTimeout, StepGate, StepStopped
 from cluster.messages import (
     Assignment,
+    BatchPoint,
     Budget,
     Item,
     Joined,
@@ -65,6 +69,7 @@ class Worker:
         self._host = HostTelemetry()
         self._gpu = DeviceTelemetry(None)
         self._device = "host"
+        self._trial: BatchTrial | None = None
 
     # the model's thread
 
@@ -96,6 +101,9 @@ class Worker:
                 manager_name=start.manager_name,
                 store_namespace=start.store_namespace,
                 progress=self._say,
+                checkpoints=ItemCheckpoints(
+                    Path(start.checkpoint_dir) if start.checkpoint_dir else None, start.checkpoint_seconds
+                ),
             )
         )
         self._manager = flextensor.get_offload_manager(start.manager_name)
@@ -112,6 +120,24 @@ class Worker:
         self._phase = "ready"
         self._say("")
         return self.state()
+
+    def try_batch_sizes(self, request: TrialRequest) -> tuple[BatchPoint, ...]:
+        """What each size would bring here; see ``cluster.batch_size``. The plan in force stays."""
+        if self._task is None:
+            raise Refused(f"worker {self._start.rank} is not set up")
+        self._trial = BatchTrial(self._task, self._manager)
+        self._gate.enter()
+        try:
+            return self._trial.run(request, self._say)
+        finally:
+            self._gate.leave()
+            self._say("")
+
+    def settle_batch_size(self, size: int) -> None:
+        """Take the plan that was solved for this size from the next step on."""
+        if self._trial is not None:
+            self._plan = self._trial.settle(size)
+            self._trial = None
 
     def run(self, lease: Lease) -> LeaseResult:
         """Run one lease. Raises what the task raises; the worker stays usable."""

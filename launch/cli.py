@@ -38,15 +38,17 @@ def options(verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log w
 def generate(
     config: Annotated[Path | None, typer.Option(help="A YAML file, for example configs/demo.yaml.")] = None,
     model: Annotated[Path | None, typer.Option(help="A Hugging Face model directory.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="JSONL, one item a line.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Where the answers go (JSONL).")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines, .parquet or .txt.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where the answers go: JSON lines, or .parquet.")] = None,
     report: Annotated[Path | None, typer.Option(help="Where the report goes (JSON).")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start the output anew; default: resume it.")] = False,
     workers: Annotated[str | None, typer.Option(help="How many, or auto: one a GPU.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, host or auto.")] = None,
     num_gpus: Annotated[float | None, typer.Option(help="GPUs a worker takes; 0.5: two share one.")] = None,
     budget: Annotated[str | None, typer.Option(help="Weights on each device: 6GiB, or 40% of the model's.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Items that a worker runs at once.")] = None,
+    batch_size: Annotated[
+        str | None, typer.Option(help="Items that a worker runs at once, or auto: as many as bring the most.")
+    ] = None,
     verify: Annotated[int | None, typer.Option(help="Run so many items again without offload and compare.")] = None,
     tiny: Annotated[
         bool, typer.Option("--tiny", help="A small random model in the place of --model, for tasks that have one.")

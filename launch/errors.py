@@ -10,6 +10,7 @@ from types import FrameType
 
 import typer
 
+from cluster.items import ItemError
 from cluster.journal import JournalError
 from cluster.pool import NoWorkers
 from cluster.session import RayStartError, SessionError
@@ -23,7 +24,7 @@ FAILED = 1
 INTERRUPTED = 130
 TERMINATED = 143
 
-USER_ERRORS = (ConfigError, TaskError, ItemsError, JournalError, SessionError, BudgetError)
+USER_ERRORS = (ConfigError, TaskError, ItemError, ItemsError, JournalError, SessionError, BudgetError)
 """The user can put these right: exit code 2."""
 
 

@@ -1,4 +1,4 @@
-"""Prompts in: a JSONL file, one item a line. A line that cannot be used costs nothing but itself."""
+"""Prompts in: JSON lines, Parquet or plain text. A line or row that cannot be used costs nothing but itself."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from typing import Any
 
 from cluster.messages import Item
 
+PARQUET = (".parquet", ".pq")
+TEXT = (".txt", ".text")
+NO_PROMPTS = (".csv", ".tsv", ".xlsx", ".arrow", ".feather", ".gz", ".zst")
+"""What people may well give and would be told line by line that it is no JSON."""
+
 
 class ItemsError(ValueError):
     """A prompts file that cannot be read at all; the message names it and the remedy."""
@@ -17,35 +22,46 @@ class ItemsError(ValueError):
 
 @dataclass(frozen=True)
 class BadItem:
-    """A line that is no item. ``id`` is free of every item's, so that its error has a line of its own in the output."""
+    """A line (Parquet: row) that is no item. ``id`` is free of every item's, so that its error has a line of its own in
+    the output."""
 
     line: int
     id: str
     error: str
+    what: str = "line"
 
     def as_result(self) -> dict[str, Any]:
         """The line of the output file that stands for it."""
-        return {"id": self.id, "line": self.line, "error": f"line {self.line}: {self.error}"}
+        return {"id": self.id, self.what: self.line, "error": f"{self.what} {self.line}: {self.error}"}
+
+
+Record = tuple[dict[str, Any], str]
+"""What a line holds (empty where it holds nothing), and what is wrong with it ("" when nothing is)."""
 
 
 def iter_items(path: str | Path) -> Iterator[Item | BadItem]:
     """The file's items in order, read line by line; only ids are kept in memory. Blank lines are skipped.
 
-    An item has an ``id`` (a str; ``line-N`` where the line gives none), a ``prompt`` or ``messages``, and whatever
-    else its line has. Of two lines with one id the later is bad.
+    ``.parquet``: a row an item, nulls left out. ``.txt``: a line a prompt. Everything else: JSON lines.
 
-    Raises ItemsError when the file cannot be read.
+    An item has an ``id`` (a str; ``line-N`` or ``row-N`` where there is none), a ``prompt`` or ``messages``, and
+    whatever else its line has. Of two lines with one id the later is bad.
+
+    Raises ItemsError when the file cannot be read, and for formats that are none of these.
     """
+    file = Path(path)
+    suffix = file.suffix.lower()
+    if suffix in NO_PROMPTS:
+        raise ItemsError(f"prompts {file}: {suffix} is not read; give JSON lines (.jsonl), .parquet, or .txt")
+    what = "row" if suffix in PARQUET else "line"
     taken: dict[str, int] = {}
     try:
-        with open(path, "rb") as lines:
-            for number, raw in enumerate(lines, 1):
-                if number == 1:
-                    raw = raw.removeprefix(b"\xef\xbb\xbf")
-                if raw.strip():
-                    yield _read_line(raw, number, taken)
+        for number, (data, error) in _records(file, suffix):
+            yield _checked(data, error or _missing_prompt(data), number, taken, what)
     except OSError as error:
-        raise ItemsError(f"cannot read prompts {path}: {error.strerror}; name a JSONL file, one item a line") from error
+        raise ItemsError(
+            f"cannot read prompts {file}: {error.strerror or error}; name a JSONL, Parquet or text file"
+        ) from error
 
 
 def read_items(path: str | Path) -> tuple[list[Item], list[BadItem]]:
@@ -60,26 +76,48 @@ def read_items(path: str | Path) -> tuple[list[Item], list[BadItem]]:
     return items, bad
 
 
-def _read_line(raw: bytes, number: int, taken: dict[str, int]) -> Item | BadItem:
-    item, error = _parse(raw)
-    key = item.get("id", f"line-{number}")
+def _records(file: Path, suffix: str) -> Iterator[tuple[int, Record]]:
+    """Line or row number, from 1, and what is there."""
+    if suffix in PARQUET:
+        from launch.parquet_files import iter_rows
+
+        for number, row in enumerate(iter_rows(file), 1):
+            yield number, ({key: value for key, value in row.items() if value is not None}, "")
+        return
+    parse = _parse_text if suffix in TEXT else _parse_json
+    with open(file, "rb") as lines:
+        for number, raw in enumerate(lines, 1):
+            if number == 1:
+                raw = raw.removeprefix(b"\xef\xbb\xbf")
+            if raw.strip():
+                yield number, parse(raw)
+
+
+def _checked(data: dict[str, Any], error: str, number: int, taken: dict[str, int], what: str) -> Item | BadItem:
+    key = data.get("id", f"{what}-{number}")
     if isinstance(key, int) and not isinstance(key, bool):
         key = str(key)
     if not isinstance(key, str) or not key:
         error = error or f"the id is {key!r}; write a non-empty text or a whole number"
-        key = f"line-{number}"
+        key = f"{what}-{number}"
     if not error and key in taken:
-        error = f"the id {key!r} was taken by line {taken[key]}; give each line an id of its own"
+        error = f"the id {key!r} was taken by {what} {taken[key]}; give each {what} an id of its own"
     if error:
-        key = _free_id(key, number, taken)
+        key = _free_id(key, f"{what}-{number}", taken)
     taken[key] = number
     if error:
-        return BadItem(line=number, id=key, error=error)
-    return {**item, "id": key}
+        return BadItem(number, key, error, what)
+    return {**data, "id": key}
 
 
-def _parse(raw: bytes) -> tuple[dict[str, Any], str]:
-    """The line's object (empty where it has none) and what is wrong with it."""
+def _parse_text(raw: bytes) -> Record:
+    try:
+        return {"prompt": raw.decode("utf-8").strip("\r\n")}, ""
+    except UnicodeDecodeError as error:
+        return {}, f"not UTF-8 (byte {error.start})"
+
+
+def _parse_json(raw: bytes) -> Record:
     try:
         data = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -90,7 +128,7 @@ def _parse(raw: bytes) -> tuple[dict[str, Any], str]:
         return {}, "not usable JSON (nested too deeply)"
     if not isinstance(data, dict):
         return {}, f"expected an object, found {type(data).__name__}"
-    return data, _missing_prompt(data)
+    return data, ""
 
 
 def _missing_prompt(data: dict[str, Any]) -> str:
@@ -118,12 +156,12 @@ def _wrong_messages(messages: Any) -> str:
     return ""
 
 
-def _free_id(key: str, number: int, taken: dict[str, int]) -> str:
+def _free_id(key: str, numbered: str, taken: dict[str, int]) -> str:
     """An id for a bad line: its own where nobody has it, else one made from its number."""
-    for candidate in (key, f"line-{number}"):
+    for candidate in (key, numbered):
         if candidate not in taken:
             return candidate
     suffix = 2
-    while f"line-{number}-{suffix}" in taken:
+    while f"{numbered}-{suffix}" in taken:
         suffix += 1
-    return f"line-{number}-{suffix}"
+    return f"{numbered}-{suffix}"

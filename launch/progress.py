@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cluster.messages import JobProgress, RunStatus, WorkerState
+from launch import words
 
 LINE_INTERVAL = 5.0
 
@@ -47,7 +48,7 @@ class ProgressView:
     def update(self, job: JobProgress, status: RunStatus | None) -> None:
         """Show the job's progress and, where given, the run's newest status."""
         self._status = status or self._status
-        rate = f"{job.tokens_per_second:.1f} tokens/s"
+        rate = words.rate(job)
         if not self._console.is_terminal:
             self._line(job, rate)
             return
@@ -63,8 +64,8 @@ class ProgressView:
             return
         self._lined = now
         workers = self._status.workers if self._status else ()
-        words = "; ".join(f"worker {state.rank}: {worker_words(state)}" for state in workers)
-        self._console.print(f"{job.skipped + job.done}/{job.total} items, {rate}; {words}", soft_wrap=True)
+        said = "; ".join(f"worker {state.rank}: {worker_words(state)}" for state in workers)
+        self._console.print(f"{job.skipped + job.done}/{job.total} items, {rate}; {said}", soft_wrap=True)
 
 
 def worker_words(state: WorkerState) -> str:

@@ -13,16 +13,17 @@ from typing import Any
 
 import ray
 from rich.console import Console
+from rich.table import Table
 
-from cluster.messages import EpochRecord, JobProgress, Lease, LeaseResult, RunStatus, WorkerState
-from cluster.pool import WorkerPool
+from cluster.batch_size import BatchChoice
+from cluster.job import JobEnd, verify_leases
+from cluster.messages import EpochRecord, JobProgress, RunStatus, WorkerState
 from launch import words
 from launch.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
 
 WORKER_TIMEOUT = 60.0
-VERIFY_TIMEOUT = 3600.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class RunReport:
     """Sizes are bytes, times seconds.
 
     weights_bytes: the weights in the host store. weights_pss_bytes: host memory for them, over all processes, by node.
+    batch_size: the size that was chosen by measuring, and the curve that it was chosen from.
     """
 
     created: float
@@ -43,6 +45,7 @@ class RunReport:
     weights_bytes: int
     weights_pss_bytes: dict[str, int]
     verify: dict[str, Any] | None
+    batch_size: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, the derived figures included."""
@@ -104,10 +107,7 @@ class RunReport:
                 f"{words.milliseconds(epoch.measured_step_seconds)}"
             )
         job = self.job
-        console.print(
-            f"{job.done} items done now, {job.skipped} before, {job.failed} with an error; "
-            f"{job.tokens_per_second:.1f} tokens/s"
-        )
+        console.print(f"{job.done} items done now, {job.skipped} before, {job.failed} with an error; {words.rate(job)}")
         if self.verify is not None:
             console.print(_verify_words(self.verify))
 
@@ -123,14 +123,9 @@ def _verify_words(verify: dict[str, Any]) -> str:
     )
 
 
-def collect_report(
-    config: RunConfig,
-    device: str,
-    pool: WorkerPool,
-    progress: JobProgress,
-    leases: list[tuple[Lease, LeaseResult]],
-) -> RunReport:
-    """Ask the workers while they still hold their models. ``leases``: finished ones, to verify."""
+def collect_report(config: RunConfig, device: str, end: JobEnd) -> RunReport:
+    """Ask the workers while they still hold their models."""
+    pool = end.pool
     details, states = [], []
     for slot in pool.ready:
         try:
@@ -152,31 +147,37 @@ def collect_report(
         device=device,
         model=config.model.name,
         versions={"python": platform.python_version(), **_versions("torch", "ray", "transformers", "flextensor-ray")},
-        job=progress,
+        job=end.progress,
         workers=tuple(states),
         details=tuple(details),
         epochs=epochs,
         weights_bytes=max((detail.get("store_bytes", 0) for detail in details), default=0),
         weights_pss_bytes={detail["node"]: detail["weights_pss_bytes"] for detail in details if "node" in detail},
-        verify=_verify(pool, leases) if config.verify else None,
+        verify=verify_leases(end) if config.verify else None,
+        batch_size=asdict(end.choice) if end.choice is not None else None,
     )
 
 
-def _verify(pool: WorkerPool, leases: list[tuple[Lease, LeaseResult]]) -> dict[str, Any]:
-    """Each lease again, as one batch as before, on an un-offloaded copy in the first ready worker."""
-    if not pool.ready:
-        return {"error": "no worker is there"}
-    worker = pool.ready[0].handle
-    total: dict[str, Any] = {"checked": 0, "identical": 0, "different": []}
-    for lease, answer in leases:
-        try:
-            found = ray.get(worker.verify.remote(lease.items, answer.results), timeout=VERIFY_TIMEOUT)
-        except ray.exceptions.RayError as error:
-            return {"error": str(getattr(error, "cause", error)).splitlines()[0]}
-        total["checked"] += found["checked"]
-        total["identical"] += found["identical"]
-        total["different"] += found["different"]
-    return total
+def curve_table(choice: BatchChoice) -> Table:
+    """Batch size -> what it was predicted to bring, over all workers; the one that was taken is marked."""
+    rows = words.table("batch", "tokens/s", "step", "resident", "streamed", "beside weights", "peak", "", title="")
+    for point in choice.curve:
+        mark = "<- taken" if point.batch_size == choice.batch_size else ""
+        if point.refused:
+            rows.add_row(str(point.batch_size), *[""] * 4, words.size(point.beside_bytes), "", "does not fit")
+            continue
+        rows.add_row(
+            str(point.batch_size),
+            f"{point.job_tokens_per_second:.1f}",
+            words.milliseconds(point.step_seconds),
+            words.size(point.resident_bytes),
+            words.size(point.streamed_bytes),
+            words.size(point.beside_bytes),
+            words.size(point.peak_bytes),
+            mark,
+        )
+    rows.columns[-1].justify = "left"
+    return rows
 
 
 def _versions(*names: str) -> dict[str, str]:

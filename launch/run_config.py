@@ -18,6 +18,7 @@ from flextensor.config import (
     parse_budget,
     unknown_key_message,
 )
+from launch.items import PARQUET
 
 
 class RunConfig(BaseModel):
@@ -28,17 +29,18 @@ class RunConfig(BaseModel):
     model: Path
     """A Hugging Face model directory."""
     prompts: Path
-    """JSONL, one item a line; see ``launch.items``."""
+    """JSON lines, Parquet or text, by the file's name; see ``launch.items``."""
     output: Path = Path("out/answers.jsonl")
-    """JSONL, one answer a line, keyed by the item's id."""
+    """JSONL, one answer a line, keyed by the item's id; ``.parquet``: made at the end from the journal beside it."""
     overwrite: bool = False
     """Start the output anew; else ids that it has already are skipped."""
     task: str = "launch.causal_lm:CausalLMTask"
     """``module:name`` of what is done with the items."""
     task_options: dict[str, Any] = Field(default_factory=dict)
     """The task's own settings (for text: dtype, max_new_tokens, system_prompt, attention)."""
-    batch_size: int = Field(8, ge=1)
-    """Items that a worker takes and runs at once."""
+    batch_size: Literal["auto"] | int = 8
+    """Items that a worker takes and runs at once. ``auto``: the workers try several sizes and take the one that brings
+    the most tokens a second with the memory that its caches leave for weights."""
     workers: Literal["auto"] | int = "auto"
     """``auto``: one a GPU, and two where there is none."""
     device: Literal["auto", "cuda", "host"] = "auto"
@@ -50,6 +52,8 @@ class RunConfig(BaseModel):
     """A running Ray cluster (``auto``, ``host:port``, ``ray://...``); None starts a local one."""
     namespace: str = Field("flextensor", min_length=1)
     """The run's name: ``status`` and ``replan`` find it by this."""
+    checkpoint_seconds: float = Field(60.0, gt=0)
+    """So often a batch that takes long keeps how far it is; a worker that takes it up after a death goes on there."""
     verify: int = Field(0, ge=0)
     """So many items are run again on an un-offloaded copy."""
     report: Path | None = Path("out/report.json")
@@ -69,9 +73,9 @@ class RunConfig(BaseModel):
     def _budget(cls, value: Any) -> Any:
         return None if value is None or value == "" else parse_budget(value)
 
-    @field_validator("workers", mode="before")
+    @field_validator("workers", "batch_size", mode="before")
     @classmethod
-    def _workers(cls, value: Any) -> Any:
+    def _count(cls, value: Any) -> Any:
         number = int(value) if isinstance(value, str) and value.isdigit() else value
         if number != "auto" and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise ValueError("use 'auto' or a whole number, 1 or more")
@@ -112,6 +116,12 @@ class RunConfig(BaseModel):
             super().__init__(**settings)
         except ValidationError as error:
             raise ConfigError(_first_line(error)) from None
+
+    @property
+    def journal(self) -> Path:
+        """Where answers are written as they come: the output itself, or JSON lines beside a Parquet file."""
+        parquet = self.output.suffix.lower() in PARQUET
+        return self.output.with_name(f"{self.output.stem}.journal.jsonl") if parquet else self.output
 
     def offload_config(self) -> OffloadConfig:
         """``offload`` as the engine takes it; ``device`` and ``budget`` are the run's and left to the workers."""

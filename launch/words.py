@@ -5,6 +5,8 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
+from cluster.messages import JobProgress
+
 
 def table(*columns: str, title: str) -> Table:
     """An empty table that fits 80 columns: the first column on the left, figures on the right."""
@@ -32,3 +34,11 @@ def budget(value: int | float | None) -> str:
     if value is None:
         return "latency"
     return f"{value:.0%}" if isinstance(value, float) else size(value)
+
+
+def rate(job: JobProgress) -> str:
+    """``223.4 tokens/s``; of results that have no tokens (videos, labels) ``12.0 items/min``."""
+    if job.tokens or not job.done:
+        return f"{job.tokens_per_second:.1f} tokens/s"
+    span = job.updated - job.started
+    return f"{60 * job.done / span if span > 0 else 0.0:.1f} items/min"
