@@ -92,6 +92,7 @@ COLUMNS: tuple[Column, ...] = (
     ("x ideal", lambda row: _number(row.ratio_to_ideal, ".3f")),
     ("predicted ms", lambda row: _ms(row.predicted_seconds)),
     ("error", lambda row: _number(row.prediction_error, "+.1%")),
+    ("live error", lambda row: _number(row.prediction_live_error, "+.1%")),
     ("set-up s", lambda row: _number(row.setup_seconds, ".1f")),
     ("replan s", lambda row: _number(row.replan_seconds, ".2f")),
     ("identical", _same),
@@ -104,6 +105,8 @@ LEGEND = """\
 ms: a forward, back to back, the median over repeats. resident: the un-offloaded model in the same process, in blocks
 before and after each timed block. peak: GPU memory of the whole forward (`torch.cuda.max_memory_allocated`). floor:
 max(resident, streamed / link). ideal: max(resident, (all weights - budget) / link), which no slots at all would reach.
+predicted: when the plan was made, from the profile or from steps under the plan before; live error: of the prediction
+from compute and copies under the plan itself, as the report gives it once steps have settled.
 set-up: from the model in host memory to the first planned step. replan: solving, moving and the first step under the
 new plan. identical: equal to the resident model's output, bit for bit (else the largest difference). host: host time
 of everything that offloading adds to a unit's call; loader: of the loader alone.

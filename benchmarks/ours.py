@@ -22,6 +22,7 @@ from benchmarks.model import Shape, build, make_input, weight_bytes
 from benchmarks.rows import GIB, Row, median, target_words
 from benchmarks.stopwatch import back_to_back, link_bandwidth, steps_for, synchronize, warm_up_gpu
 from flextensor.config import parse_budget
+from flextensor.live import SETTLED_SAMPLES
 from flextensor.planner.plan import BudgetError, Plan
 from flextensor.runtime.device import Device
 
@@ -33,7 +34,7 @@ BLOCK_SECONDS = 0.5
 SETTLE_STEPS = 32
 """Steps before a latency plan is asked for."""
 HOST_STEPS = 3
-SAMPLED_STEPS = 3
+SAMPLED_STEPS = SETTLED_SAMPLES
 """Timed visit by visit after each block, to say where its time goes."""
 
 
@@ -255,7 +256,8 @@ class Sweep:
         then = self.manager.live()
         seconds = back_to_back(self.step, count, self.torch_device)
         y = self._sampled_steps()
-        now = self.manager.live()
+        now, expected = self.manager.live(), self.manager.expectation()
+        live = expected.prediction.step_seconds if expected is not None and expected.measured == "live" else None
         assert self._expected is not None
         same = bool(torch.equal(y, self._expected)) and row.identical is not False
         difference = float((y.float() - self._expected.float()).abs().max())
@@ -269,6 +271,7 @@ class Sweep:
                 compute_seconds=now.compute_seconds or None,
                 stall_seconds=now.stall_seconds if now.compute_seconds else None,
                 transfer_seconds=now.transfer_seconds or None,
+                predicted_live_seconds=live,
                 identical=same,
                 largest_difference=max(difference, row.largest_difference or 0.0),
                 unforeseen_visits=(row.unforeseen_visits or 0) + now.unforeseen_visits - then.unforeseen_visits,
@@ -297,7 +300,7 @@ class Sweep:
         floor = max(resident, streamed / self.link)
         allowed = last.budget_bytes if last.budget_bytes is not None else last.device_weight_bytes or 0
         ideal = max(resident, (self.total - allowed) / self.link)
-        predicted = last.predicted_seconds
+        predicted, live = last.predicted_seconds, last.predicted_live_seconds
         return dataclasses.replace(
             last,
             step_seconds=step,
@@ -308,6 +311,7 @@ class Sweep:
             ideal_seconds=ideal,
             ratio_to_ideal=step / ideal,
             prediction_error=None if predicted is None else predicted / step - 1,
+            prediction_live_error=None if live is None else live / step - 1,
         )
 
     def write_trace(self, row: Row) -> None:

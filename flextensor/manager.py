@@ -26,10 +26,10 @@ from flextensor.compile.correction import apply_correction
 from flextensor.compile.detect import first_compiled, is_compiled
 from flextensor.compile.limits import bump_dynamo_limits_for_compiled_offload
 from flextensor.compile.tail import ReplanTail, StrategyReplanStatus
-from flextensor.config import OffloadConfig
+from flextensor.config import OffloadConfig, parse_budget
 from flextensor.edits import WeightEdits
 from flextensor.hosting import Hosting
-from flextensor.live import LiveTiming, live_timing
+from flextensor.live import Expectation, LiveTiming, expect, live_profile, live_timing
 from flextensor.modules import UnitHandle, guard_inside, is_offloaded, offload_module, plain_twin, restore_module
 from flextensor.planner.plan import BudgetError, Plan, align
 from flextensor.profile import Profile, TransferCurve
@@ -328,6 +328,7 @@ class OffloadManager:
             raise
         finally:
             self._in_root = False
+        self._recorder.close_step(self.device.compute_stream())
         if self._warmup is not None:
             self._finish_warmup_step(self._warmup)
         elif self._tail.state == "in_progress" and not self._tail.manual:
@@ -504,9 +505,19 @@ class OffloadManager:
         with self._lock:
             self._staged = (plan, epoch)
 
-    def replan(self, budget: int | float | None = None, *, profile: Profile | None = None) -> Plan:
-        """Solve for ``budget`` with what is measured now, and stage the plan; returns it."""
-        plan = self.solve(budget, profile or self.current_profile())
+    def replan(self, budget: int | float | str | None = None, *, profile: Profile | None = None) -> Plan:
+        """Solve for ``budget`` with what is measured now, and stage the plan; returns it.
+
+        budget: as ``solve`` takes it, or as people write it: ``"6GiB"``, ``"40%"``, ``"latency"`` (None). Compute times
+        are those of recent steps, the profile's where there are none; a GPU computes faster while it waits for copies,
+        so after a plan that stalls, a latency plan is at its least memory when it is asked for a second time.
+        profile: measurements to use instead.
+        """
+        if isinstance(budget, str):
+            budget = None if budget.strip().lower() == "latency" else parse_budget(budget)
+        if profile is None and self.profile is not None:
+            profile = live_profile(self.profile, list(self._recorder.steps), self._kind_counts)
+        plan = self.solve(budget, profile)
         self.check(plan)
         self.stage(plan)
         return plan
@@ -706,6 +717,14 @@ class OffloadManager:
             unforeseen=self._unforeseen_before + self._loader.counters.unforeseen,
             copied=self._copied_before + self._loader.counters.copied_bytes + self._memory.copied_bytes,
         )
+
+    def expectation(self) -> Expectation | None:
+        """What is expected of a step under the plan in force: the plan's own prediction at first, and after
+        ``live.SETTLED_SAMPLES`` timed steps (32 steps by default) one from live compute, gaps and copies. None before
+        there is a plan. Any thread may ask."""
+        if self.profile is None or self.plan is None:
+            return None
+        return expect(self.plan, self.profile, list(self._recorder.steps), self._kind_counts)
 
     def sampled_steps(self) -> list[StepTimes]:
         """The timed steps under the plan in force and before, oldest first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -49,10 +49,12 @@ class _Visit:
 
 @dataclass
 class WarmupStep:
-    """One step of discovery or profiling, whatever its order."""
+    """One step of discovery or profiling, whatever its order. begin, close: the root's call starts and ends."""
 
     kind: str = "step"
     visits: list[_Visit] = field(default_factory=list)
+    begin: Event | None = None
+    close: Event | None = None
 
     def units(self) -> tuple[int, ...]:
         """The order in which units ran."""
@@ -69,42 +71,50 @@ class WarmupRecorder:
         self._open: list[_Visit] = []
 
     def begin_step(self) -> None:
-        self._current = WarmupStep()
+        self._current = WarmupStep(begin=self._mark())
         self._open.clear()
 
     def name_step(self, kind: str) -> None:
         self._current.kind = kind
 
     def arrive(self, unit: int) -> None:
-        event = self._device.new_event(timed=True)
-        self._device.compute_stream().record(event)
-        visit = _Visit(unit, event, nested=bool(self._open))
+        visit = _Visit(unit, self._mark(), nested=bool(self._open))
         self._current.visits.append(visit)
         self._open.append(visit)
 
     def start(self) -> None:
         visit = self._open[-1]
-        visit.start = self._device.new_event(timed=True)
-        self._device.compute_stream().record(visit.start)
+        visit.start = self._mark()
         visit.host_start = time.perf_counter()
 
     def end(self) -> None:
         visit = self._open.pop()
         visit.host = time.perf_counter() - visit.host_start
-        visit.end = self._device.new_event(timed=True)
-        self._device.compute_stream().record(visit.end)
+        visit.end = self._mark()
+
+    def _mark(self) -> Event:
+        event = self._device.new_event(timed=True)
+        self._device.compute_stream().record(event)
+        return event
 
     def finish_step(self, *, keep: bool) -> WarmupStep:
         """The step is over; ``keep`` it as a sample unless a visit of it was aborted."""
         step = self._current
+        if keep:
+            step.close = self._mark()
         if keep and not self._open and all(visit.end is not None for visit in step.visits):
             self.steps.append(step)
         self._open.clear()
         return step
 
 
-def kinds_from_warmup(steps: Sequence[WarmupStep], visits: tuple[int, ...]) -> tuple[StepKind, ...]:
-    """One StepKind a kind seen; steps whose order is not ``visits`` are left out. The device is idle."""
+def kinds_from_warmup(
+    steps: Sequence[WarmupStep], visits: tuple[int, ...], alike: Sequence[Hashable]
+) -> tuple[StepKind, ...]:
+    """One StepKind a kind seen; steps whose order is not ``visits`` are left out. The device is idle.
+
+    alike: for each unit, what is equal for units that take the host the same time.
+    """
     kinds = []
     counts = Counter(step.kind for step in steps if step.units() == visits)
     for name, count in counts.items():
@@ -114,7 +124,9 @@ def kinds_from_warmup(steps: Sequence[WarmupStep], visits: tuple[int, ...]) -> t
                 name,
                 compute=_least(_spans(step, "start", "end") for step in rows),
                 gap=_least(_gaps(step) for step in rows),
-                host=_least([visit.host for visit in step.visits] for step in rows),
+                host=_least_of_alike(
+                    _least([visit.host for visit in step.visits] for step in rows), [alike[unit] for unit in visits]
+                ),
                 weight=count / sum(counts.values()),
             )
         )
@@ -126,13 +138,26 @@ def _least(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
     return tuple(min(column) for column in zip(*rows, strict=True))
 
 
+def _least_of_alike(values: Sequence[float], alike: Sequence[Hashable]) -> tuple[float, ...]:
+    """For each value the least of those that are alike: a host that has run so far ahead that it must wait for room in
+    the device's queue, as while weights are fetched on demand, has not worked for longer."""
+    least: dict[Hashable, float] = {}
+    for value, key in zip(values, alike, strict=True):
+        least[key] = min(value, least.get(key, value))
+    return tuple(least[key] for key in alike)
+
+
 def _spans(step: WarmupStep, start: str, end: str) -> list[float]:
     return [getattr(visit, start).elapsed_seconds(getattr(visit, end)) for visit in step.visits]
 
 
 def _gaps(step: WarmupStep) -> list[float]:
-    """Between a visit's end and the arrival of the next; the wrap's gap is not known within one step."""
-    gaps = [0.0]
+    """Between a visit's end and the arrival of the next; the first one: what the root does before and after them."""
+    first, last = step.visits[0], step.visits[-1]
+    outside = 0.0
+    if step.begin is not None and step.close is not None and last.end is not None:
+        outside = step.begin.elapsed_seconds(first.arrive) + last.end.elapsed_seconds(step.close)
+    gaps = [max(outside, 0.0)]
     for before, after in zip(step.visits, step.visits[1:], strict=False):
         assert before.end is not None
         gaps.append(max(before.end.elapsed_seconds(after.arrive), 0.0))
@@ -150,7 +175,7 @@ def kinds_from_live(
     for name in {step.kind for step in steps if step.kind}:
         rows = [step for step in steps if step.kind == name]
         gaps = [
-            [max(step.arrive[at] - (step.end[at - 1] if at else step.arrive[0]), 0.0) for at in range(len(step.end))]
+            [step.outside, *(max(step.arrive[at] - step.end[at - 1], 0.0) for at in range(1, len(step.end)))]
             for step in rows
         ]
         before = by_name.get(name)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def build_report(manager: OffloadManager) -> dict[str, Any]:
     """What is resident, streamed, left out and why; predicted and measured; memory, store, compilation."""
-    plan, hosting = manager.plan_in_force, manager.hosting
+    plan, hosting, expected = manager.plan_in_force, manager.hosting, manager.expectation()
     other = hosting.other_bytes
     kept = [w for w in (*hosting.managed, *hosting.unstored) if w.resident_reason]
     least = manager.config.resident_below_bytes
@@ -32,7 +32,9 @@ def build_report(manager: OffloadManager) -> dict[str, Any]:
         "budget_bytes": None if plan.budget_bytes is None else plan.budget_bytes + other,
         "unmatched": {w.name: w.nbytes for w in hosting.unmatched},
         "kept_resident": {w.name: w.resident_reason for w in kept if w.nbytes >= least},
-        "prediction": None if plan.prediction is None else _plain(asdict(plan.prediction)),
+        "prediction": None if expected is None else _plain(asdict(expected.prediction)),
+        "prediction_measured": None if expected is None else expected.measured,
+        "prediction_when_planned": None if plan.prediction is None else _plain(asdict(plan.prediction)),
         "live": asdict(manager.live()),
         "step_kinds": manager.step_kinds,
         "memory": manager.get_gpu_memory_usage(),

@@ -124,7 +124,10 @@ class Warmup:
                 if visit.nested:
                     self._keep(self._reads[visit.unit], "its visit lies inside another unit's")
         self.visits = Counter(step.units() for step in steps).most_common(1)[0][0]
-        self.kinds = measure.kinds_from_warmup(steps, self.visits)
+        sizes = [tuple(self._weights[at].nbytes for at in reads) for reads in self._reads]
+        # Units of no weights may be anything.
+        alike = [shape or at for at, shape in enumerate(sizes)]
+        self.kinds = measure.kinds_from_warmup(steps, self.visits, alike)
         return True
 
     def _keep(self, weights: Sequence[int] | dict[int, None], reason: str) -> None:

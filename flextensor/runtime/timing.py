@@ -32,7 +32,8 @@ class StepTimes:
     """One step as it happened. Tuples have one entry a visit; times are seconds after the first visit's arrival.
 
     arrive: the compute stream reached the visit. start: its weights were there. end: it was done.
-    host: seconds that the host took to issue it.
+    host: seconds that the host took to issue it. outside: seconds on the compute stream of the model's own call before
+    the first visit and after the last.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class StepTimes:
     end: tuple[float, ...]
     host: tuple[float, ...]
     copies: tuple[CopySpan, ...]
+    outside: float = 0.0
 
     @property
     def compute(self) -> tuple[float, ...]:
@@ -65,6 +67,16 @@ class StepTrace:
         self._host_start = [0.0] * visits
         self._host = [0.0] * visits
         self._copies: list[tuple[int, int, Event, Event]] = []
+        self._begin: Event | None = None
+        self._close: Event | None = None
+
+    def begin(self, stream: Stream) -> None:
+        """The model's call starts."""
+        self._begin = self._mark(stream)
+
+    def close(self, stream: Stream) -> None:
+        """The model's call is over."""
+        self._close = self._mark(stream)
 
     def arrive(self, visit: int, stream: Stream) -> None:
         self._arrive[visit] = self._mark(stream)
@@ -95,7 +107,8 @@ class StepTrace:
 
     def events(self) -> list[Event]:
         spans = [event for _, _, begin, end in self._copies for event in (begin, end)]
-        return [e for e in (*self._arrive, *self._start, *self._end) if e is not None] + spans
+        marks = (*self._arrive, *self._start, *self._end, self._begin, self._close)
+        return [e for e in marks if e is not None] + spans
 
     def times(self) -> StepTimes:
         """The numbers; every event must be done."""
@@ -109,7 +122,11 @@ class StepTrace:
             CopySpan(visit, nbytes, first.elapsed_seconds(begin), first.elapsed_seconds(end))
             for visit, nbytes, begin, end in self._copies
         )
-        return StepTimes(self.kind, at(self._arrive), at(self._start), at(self._end), tuple(self._host), copies)
+        arrive, start, end = at(self._arrive), at(self._start), at(self._end)
+        outside = 0.0
+        if self._begin is not None and self._close is not None:
+            outside = max(self._begin.elapsed_seconds(self._close) - end[-1], 0.0)
+        return StepTimes(self.kind, arrive, start, end, tuple(self._host), copies, outside)
 
 
 class Recorder:
@@ -125,6 +142,7 @@ class Recorder:
         self.step_seconds: deque[float] = deque(maxlen=KEPT_STEPS)
         self._count = 0
         self._captured: StepTrace | None = None
+        self._unclosed: StepTrace | None = None
         self.capture_events = False
         """Time captured steps with external events (``offload_timing="cuda_graph"``)."""
 
@@ -133,6 +151,7 @@ class Recorder:
 
     def begin_step(self, visits: int, kind: str, stream: Stream, *, capturing: bool = False) -> StepTrace | None:
         """Called at each step's start; a trace when this step is to be timed."""
+        self._unclosed = None
         if capturing:
             self._captured = None
             if not self.capture_events:
@@ -151,12 +170,20 @@ class Recorder:
             return None
         trace = StepTrace(self, visits)
         trace.kind = kind
+        trace.begin(stream)
         return trace
 
     def end_step(self, trace: StepTrace) -> None:
         """The step's last visit has been issued."""
         if trace.complete and trace is not self._captured:
             self._pending.append(trace)
+            self._unclosed = trace
+
+    def close_step(self, stream: Stream) -> None:
+        """The model's call is over: what it did after its last visit counts too."""
+        if self._unclosed is not None:
+            self._unclosed.close(stream)
+            self._unclosed = None
 
     def harvest(self, *, wait: bool = False) -> None:
         """Turn what is done into numbers; with ``wait``, everything that was recorded."""
@@ -199,6 +226,7 @@ class Recorder:
         self.step_seconds.clear()
         self._pending.clear()
         self._boundaries.clear()
+        self._unclosed = None
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ def test_ratios_follow_from_the_figures_beside_them(data: dict[str, Any]) -> Non
         assert row["floor_seconds"] == pytest.approx(floor)
         assert row["ratio"] == pytest.approx(row["step_seconds"] / floor)
         assert row["prediction_error"] == pytest.approx(row["predicted_seconds"] / row["step_seconds"] - 1)
+        assert row["prediction_live_error"] == pytest.approx(row["predicted_live_seconds"] / row["step_seconds"] - 1)
         assert 0 < row["link_bytes_per_second"] <= 1.05 * engine_run.TINY_LINK
         assert row["setup_seconds"] > 0 and row["loader_seconds_a_unit"] > 0
 

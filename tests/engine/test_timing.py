@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import flextensor as ft
+from flextensor.live import SETTLED_SAMPLES
 from tests.engine.conftest import MakePair
 from tests.engine.harness import Pair, noise
 from tests.engine.models import Blocks, delay_compute
@@ -100,6 +101,57 @@ def test_samples_do_not_outlive_a_replan(pair: MakePair) -> None:
     one.replan(one.least(), calls=2)
     assert len(one.manager.sampled_steps()) <= 2
     assert len(one.manager.collect_offload_timing()) == 6
+
+
+def test_the_expected_step_is_that_of_settled_steps_and_not_of_the_profile(pair: MakePair) -> None:
+    """The profile saw quicker compute, as a GPU's clocks are higher while it waits for weights."""
+    one = pair(Sleepers(seconds=1e-3), noise(1, 128), offload_timing="eager", budget=0.6, link=1e8)
+    one.to_inference()
+    manager = one.manager
+    told = manager.report()
+    assert told["prediction_measured"] == "profile" and told["prediction"] == told["prediction_when_planned"]
+    for layer in (*one.model.layers, *one.reference.layers):
+        layer.seconds = 6e-3
+    one.run(SETTLED_SAMPLES + 2)
+    manager.collect_offload_timing()
+    told, live = manager.report(), manager.live()
+    assert told["prediction_measured"] == "live"
+    assert told["prediction_when_planned"]["compute_seconds"] < 0.5 * told["prediction"]["compute_seconds"]
+    assert abs(told["prediction"]["compute_seconds"] - live.compute_seconds) < 0.2 * live.compute_seconds
+    plan = manager.replan("latency")
+    assert plan.prediction is not None and plan.prediction.compute_seconds > 5 * 5e-3
+    one.run(1)
+    assert manager.report()["prediction_measured"] == "profile", "samples of the plan before"
+
+
+def test_units_alike_take_the_host_alike_whatever_it_waited_for(pair: MakePair, device: str) -> None:
+    if device != "host":
+        pytest.skip("on the host device the host waits where a unit's forward sleeps")
+    one = pair(Sleepers(count=4, seconds=1e-3), noise(1, 128), budget=0.6)
+    one.model.layers[2].seconds = 20e-3
+    one.to_inference()
+    kind = one.manager.profile.kinds[0]
+    assert kind.compute[2] > 19e-3 > 4 * kind.host[2] and len(set(kind.host)) == 1
+
+
+def test_what_the_root_does_outside_its_units_is_part_of_the_step(pair: MakePair) -> None:
+    class WithHead(Sleepers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            delay_compute(x, 5e-3)
+            x = super().forward(x)
+            delay_compute(x, 10e-3)
+            return x
+
+    one = pair(WithHead(seconds=1e-3), noise(1, 128), offload_timing="eager", budget=0.6, link=1e9)
+    one.to_inference()
+    planned = one.manager.plan.prediction
+    assert planned is not None and planned.step_seconds > 5e-3 + 10e-3 + 5 * 1e-3
+    one.run(SETTLED_SAMPLES + 1)
+    one.manager.collect_offload_timing()
+    expected = one.manager.expectation()
+    assert expected is not None and expected.measured == "live"
+    assert expected.prediction.step_seconds > 5e-3 + 10e-3 + 5 * 1e-3
+    assert all(step.outside > 14e-3 for step in one.manager.sampled_steps())
 
 
 def test_measured_transfer_follows_the_link(pair: MakePair, device: str) -> None:
