@@ -16,10 +16,11 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from cluster.gate import StepStopped
-from cluster.journal import OutputJournal
+from cluster.journal import OutputJournal, unwritable
 from cluster.leases import LeaseQueue, SetAside
 from cluster.messages import JobProgress, Lease, LeaseResult
 from cluster.pool import Slot, WorkerPool
+from cluster.task import TaskError
 from cluster.worker import Refused
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,9 @@ class BatchJob:
             cause = getattr(error, "cause", None) or error
             self._failed(lease, cause)
         else:
+            if wrong := unwritable(answer.results):
+                self._failed(lease, TaskError(wrong))
+                return
             self._pool.worked(slot)
             self._write(list(answer.results))
             self._queue.finish(lease.number)

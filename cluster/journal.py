@@ -17,6 +17,21 @@ class JournalError(ValueError):
     """An output file that cannot be used; the message names it and the remedy."""
 
 
+def unwritable(results: Iterable[dict[str, Any]]) -> str:
+    """Why a result cannot become a line of JSON; "" when all can."""
+    for result in results:
+        try:
+            json.dumps(result)
+        except (TypeError, ValueError):
+            for key, value in result.items():
+                try:
+                    json.dumps(value)
+                except (TypeError, ValueError) as error:
+                    return f"the result of item {result.get('id')} has {key!r}, which is no JSON: {error}"
+            return f"the result of item {result.get('id')} is no JSON"
+    return ""
+
+
 class OutputJournal:
     """Answers on disk. ``finished`` has the ids that are there already; lines for these are never written again.
 

@@ -1,20 +1,14 @@
-"""The Task protocol: what a job does with a model. And how a task travels to the workers."""
+"""The Task protocol: what a job does with a model. How a task travels to the workers: ``cluster.packing``."""
 
 from __future__ import annotations
 
-import importlib
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import cloudpickle
-
 from cluster.checkpoints import ItemCheckpoints
 from cluster.messages import Item
 from flextensor.config import OffloadConfig
-
-LIMIT_BYTES = 64 << 20
 
 
 class TaskError(ValueError):
@@ -88,77 +82,3 @@ class SizedTask(Task, Protocol):
 
 
 TaskFactory = Callable[[dict[str, Any]], Task]
-
-
-def pack_task(source: str | TaskFactory) -> str | bytes:
-    """The task as it travels: a ``module:name`` string as it is, a callable by cloudpickle.
-
-    Raises TaskError for a string of another form, for a callable that cannot be pickled (naming what it captures)
-    and for one that drags more than 64 MiB along.
-    """
-    if isinstance(source, str):
-        _split(source)
-        return source
-    try:
-        packed: bytes = cloudpickle.dumps(source)
-    except (TypeError, pickle.PicklingError) as error:
-        raise TaskError(
-            f"task {_name(source)} cannot be sent to the workers: {_captured(source) or error}; "
-            "make it inside the factory, or name the task as 'module:name'"
-        ) from error
-    if len(packed) > LIMIT_BYTES:
-        raise TaskError(
-            f"task {_name(source)} takes {len(packed) / 2**20:.0f} MiB along (limit {LIMIT_BYTES >> 20} MiB); "
-            "load large tensors inside the factory"
-        )
-    return packed
-
-
-def resolve_task(packed: str | bytes) -> TaskFactory:
-    """The factory behind what ``pack_task`` made.
-
-    Raises TaskError when the module cannot be imported or has no such name.
-    """
-    if isinstance(packed, bytes):
-        factory: TaskFactory = pickle.loads(packed)
-        return factory
-    module_name, name = _split(packed)
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise TaskError(f"task {packed!r}: cannot import {module_name!r}: {error}") from error
-    try:
-        factory = getattr(module, name)
-    except AttributeError:
-        raise TaskError(f"task {packed!r}: module {module_name!r} has no {name!r}") from None
-    return factory
-
-
-def _split(source: str) -> tuple[str, str]:
-    module, _, name = source.partition(":")
-    if not module or not name:
-        raise TaskError(f"task {source!r}: write 'module:name', for example 'launch.causal_lm:CausalLMTask'")
-    return module, name
-
-
-def _name(source: Any) -> str:
-    return getattr(source, "__qualname__", type(source).__name__)
-
-
-def _captured(source: Any) -> str:
-    """What inside ``source`` refuses to be pickled, as far as one level of captured variables shows it."""
-    found: list[str] = []
-    code = getattr(source, "__code__", None)
-    cells = dict(zip(code.co_freevars, source.__closure__ or (), strict=False)) if code is not None else {}
-    held: dict[str, Any] = {}
-    for key, cell in cells.items():
-        held[key] = cell.cell_contents
-    if code is not None:
-        held |= {key: source.__globals__[key] for key in code.co_names if key in source.__globals__}
-    held |= {f"self.{key}": value for key, value in getattr(source, "__dict__", {}).items()}
-    for key, value in held.items():
-        try:
-            cloudpickle.dumps(value)
-        except Exception as error:
-            found.append(f"it captures {key!r} ({type(value).__name__}: {error})")
-    return "; ".join(found)

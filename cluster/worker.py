@@ -35,7 +35,8 @@ from cluster.messages import (
     WorkerStart,
     WorkerState,
 )
-from cluster.task import Task, TaskContext, TaskError, resolve_task
+from cluster.packing import resolve_task
+from cluster.task import Task, TaskContext, TaskError
 from cluster.telemetry import DeviceTelemetry, HostTelemetry, cuda_uuid
 from flextensor.planner.plan import Plan
 from flextensor.profile import TransferCurve

@@ -17,14 +17,13 @@ from cluster.session import RayStartError, SessionError
 from cluster.task import TaskError
 from flextensor.config import ConfigError
 from flextensor.planner.plan import BudgetError
-from launch.items import ItemsError
 
 BAD_INPUT = 2
 FAILED = 1
 INTERRUPTED = 130
 TERMINATED = 143
 
-USER_ERRORS = (ConfigError, TaskError, ItemError, ItemsError, JournalError, SessionError, BudgetError)
+USER_ERRORS = (ConfigError, TaskError, ItemError, JournalError, SessionError, BudgetError)
 """The user can put these right: exit code 2."""
 
 

@@ -14,10 +14,11 @@ from cluster.job import JobEnd, Session, device_of, ray_session, run_job
 from cluster.job_spec import JobSpec, Work, forget_run
 from cluster.journal import OutputJournal
 from cluster.messages import JobProgress
-from cluster.task import TaskError, pack_task, resolve_task
+from cluster.packing import pack_task, resolve_task
+from cluster.parquet_files import is_parquet, require_pyarrow, write_answers
+from cluster.task import TaskError
 from launch.errors import signals_held, termination_raises
 from launch.items import read_items
-from launch.parquet_files import is_parquet, require_pyarrow, write_answers
 from launch.progress import ProgressView
 from launch.report import RunReport, collect_report, curve_table
 from launch.run_config import RunConfig

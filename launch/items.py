@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.items import ItemError
 from cluster.messages import Item
+from cluster.parquet_files import is_parquet, iter_rows
 
-PARQUET = (".parquet", ".pq")
 TEXT = (".txt", ".text")
 NO_PROMPTS = (".csv", ".tsv", ".xlsx", ".arrow", ".feather", ".gz", ".zst")
 """What people may well give and would be told line by line that it is no JSON."""
 
 
-class ItemsError(ValueError):
+class ItemsError(ItemError):
     """A prompts file that cannot be read at all; the message names it and the remedy."""
 
 
@@ -53,7 +54,7 @@ def iter_items(path: str | Path) -> Iterator[Item | BadItem]:
     suffix = file.suffix.lower()
     if suffix in NO_PROMPTS:
         raise ItemsError(f"prompts {file}: {suffix} is not read; give JSON lines (.jsonl), .parquet, or .txt")
-    what = "row" if suffix in PARQUET else "line"
+    what = "row" if is_parquet(file) else "line"
     taken: dict[str, int] = {}
     try:
         for number, (data, error) in _records(file, suffix):
@@ -78,9 +79,7 @@ def read_items(path: str | Path) -> tuple[list[Item], list[BadItem]]:
 
 def _records(file: Path, suffix: str) -> Iterator[tuple[int, Record]]:
     """Line or row number, from 1, and what is there."""
-    if suffix in PARQUET:
-        from launch.parquet_files import iter_rows
-
+    if is_parquet(file):
         for number, row in enumerate(iter_rows(file), 1):
             yield number, ({key: value for key, value in row.items() if value is not None}, "")
         return

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cluster.messages import CoordinatorOptions
+from cluster.parquet_files import journal_of
 from flextensor.config import (
     ConfigError,
     OffloadConfig,
@@ -18,7 +19,6 @@ from flextensor.config import (
     parse_budget,
     unknown_key_message,
 )
-from launch.items import PARQUET
 
 
 class RunConfig(BaseModel):
@@ -120,8 +120,7 @@ class RunConfig(BaseModel):
     @property
     def journal(self) -> Path:
         """Where answers are written as they come: the output itself, or JSON lines beside a Parquet file."""
-        parquet = self.output.suffix.lower() in PARQUET
-        return self.output.with_name(f"{self.output.stem}.journal.jsonl") if parquet else self.output
+        return journal_of(self.output)
 
     def offload_config(self) -> OffloadConfig:
         """``offload`` as the engine takes it; ``device`` and ``budget`` are the run's and left to the workers."""

@@ -205,7 +205,8 @@ def _run_demo(request: TraceRequest) -> tuple[OffloadManager, str]:
 
 def _run_task(request: TraceRequest) -> tuple[OffloadManager, str]:
     import flextensor
-    from cluster.task import TaskContext, resolve_task
+    from cluster.packing import resolve_task
+    from cluster.task import TaskContext
 
     name, options, offload, budget = _task_settings(request)
     offload = offload.updated(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import logging
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from cluster.whole_files import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +37,7 @@ def available_format(wanted: str) -> str:
 
 def write_video(frames: Frames, path: Path, *, fps: int) -> None:
     """Write ``path``, in the format that its suffix names; whole when it appears under its name."""
-    with _beside(path) as part:
+    with whole_file(path) as part:
         if path.suffix == ".mp4":
             (_write_with_av if _has("av") else _write_with_imageio)(frames, part, fps)
         else:
@@ -50,25 +48,8 @@ def write_preview(frames: Frames, path: Path) -> None:
     """The middle frame as a PNG."""
     from PIL import Image
 
-    with _beside(path) as part:
+    with whole_file(path) as part:
         Image.fromarray(frames[len(frames) // 2]).save(part, format="PNG")
-
-
-def file_stem(key: str) -> str:
-    """A file name for an item's id: itself where it is a plain one, else made plain with a hash behind it."""
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", key).strip(".-")[:80]
-    return plain if plain == key else f"{plain or 'item'}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
-
-
-@contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
-    try:
-        yield part
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _write_animation(frames: Frames, path: Path, fps: int) -> None:

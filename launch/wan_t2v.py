@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.messages import Item
 from cluster.task import TaskContext
+from cluster.whole_files import file_stem
 from flextensor.config import OffloadConfig
 from launch.compile_choice import CompileChoice
 from launch.model_files import TaskInputError
-from launch.video_files import available_format, file_stem, write_preview, write_video
+from launch.video_files import available_format, write_preview, write_video
 from launch.wan_files import read_index
 from launch.wan_latents import KeptLatents
 from launch.wan_options import TINY_RESIDENT_BELOW, WanOptions

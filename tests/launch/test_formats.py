@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from cluster.items import ItemError
 from launch.cli import app
 from launch.items import ItemsError, read_items
 from launch.run_config import load_run_config
@@ -81,7 +82,7 @@ def test_parquet_rows_are_items_and_bad_rows_are_named(tmp_path: Path) -> None:
         "row 5: has no 'prompt' and no 'messages'",
     ]
     (tmp_path / "no.parquet").write_text("hello\n")
-    with pytest.raises(ItemsError, match=r"no\.parquet cannot be read as Parquet"):
+    with pytest.raises(ItemError, match=r"no\.parquet cannot be read as Parquet"):
         read_items(tmp_path / "no.parquet")
     with pytest.raises(ItemsError, match="No such file"):
         read_items(tmp_path / "nowhere.parquet")
@@ -91,7 +92,7 @@ def test_the_journal_becomes_parquet_in_the_order_of_the_prompts(tmp_path: Path)
     pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    from launch.parquet_files import write_answers
+    from cluster.parquet_files import write_answers
 
     journal, target = tmp_path / "a.journal.jsonl", tmp_path / "a.parquet"
     lines = [

@@ -15,10 +15,11 @@ import torch
 from PIL import Image
 
 import flextensor
+from cluster.whole_files import file_stem
 from flextensor import registry
 from launch import wan_t2v
 from launch.model_files import TaskInputError
-from launch.video_files import file_stem, write_preview, write_video
+from launch.video_files import write_preview, write_video
 from launch.wan_checkpoint import CastingSource, read_parts, read_whole
 from launch.wan_files import read_index
 from launch.wan_maker import digest

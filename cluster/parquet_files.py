@@ -12,26 +12,32 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.items import PARQUET, ItemsError
+from cluster.items import ItemError
 
+SUFFIXES = (".parquet", ".pq")
 ROWS_AT_ONCE = 4096
 
 
 def is_parquet(path: Path) -> bool:
     """By its name."""
-    return path.suffix.lower() in PARQUET
+    return path.suffix.lower() in SUFFIXES
+
+
+def journal_of(output: Path) -> Path:
+    """Where answers are written as they come: the output itself, or JSON lines beside a Parquet file."""
+    return output.with_name(f"{output.stem}.journal.jsonl") if is_parquet(output) else output
 
 
 def require_pyarrow(path: Path) -> None:
-    """Raises ItemsError, with the command that installs it, where pyarrow is missing."""
+    """Raises ItemError, with the command that installs it, where pyarrow is missing."""
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError:
-        raise ItemsError(f"{path}: Parquet needs pyarrow; pip install 'flextensor-ray[parquet]'") from None
+        raise ItemError(f"{path}: Parquet needs pyarrow; pip install 'flextensor-ray[parquet]'") from None
 
 
 def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows in order, a part of the file at a time. Raises ItemsError for a file that is no Parquet."""
+    """The rows in order, a part of the file at a time. Raises ItemError for a file that is no Parquet."""
     require_pyarrow(path)
     import pyarrow
     from pyarrow import parquet
@@ -44,14 +50,14 @@ def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ItemsError(f"{path} cannot be read as Parquet: {first}") from error
+        raise ItemError(f"{path} cannot be read as Parquet: {first}") from error
 
 
 def write_answers(journal: Path, target: Path, order: Sequence[str]) -> int:
     """Make ``target`` from the journal's lines, those of ``order`` first and in that order; the number of rows.
 
     A column for each key of any answer; a column whose values Parquet has no common type for becomes JSON text. Whole
-    when it appears under its name. Raises ItemsError when it cannot be written.
+    when it appears under its name. Raises ItemError when it cannot be written.
     """
     require_pyarrow(target)
     import pyarrow
@@ -71,7 +77,7 @@ def write_answers(journal: Path, target: Path, order: Sequence[str]) -> int:
             os.fsync(file.fileno())
         part.replace(target)
     except OSError as error:
-        raise ItemsError(f"cannot write {target}: {error.strerror or error}; the answers are in {journal}") from error
+        raise ItemError(f"cannot write {target}: {error.strerror or error}; the answers are in {journal}") from error
     finally:
         part.unlink(missing_ok=True)
     return len(rows)
