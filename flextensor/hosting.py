@@ -28,6 +28,7 @@ from flextensor.store import (
     private_store,
     shared_store,
 )
+from flextensor.store.numa import gpu_node
 from flextensor.units import CHANGED_BY_FORWARD, LOOSE_UNIT, ROOT_UNIT, OffloadError, Selection, Weight
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,6 @@ class Hosting:
         config: OffloadConfig,
         device: Device,
         *,
-        name: str,
         source: WeightSource | None = None,
         progress: Callable[[StoreProgress], None] | None = None,
     ) -> None:
@@ -74,7 +74,7 @@ class Hosting:
         if source is not None:
             from_source = [w for w in self.others if w.tensor.is_meta and w.nbytes]
             units.append(UnitSpec(ROOT_UNIT, tuple(_spec(w) for w in from_source)))
-        self.store = _open_store(units, stored, config, name=name, source=source, progress=progress)
+        self.store = _open_store(units, stored, config, device, source=source, progress=progress)
         by_name = {weight.name: weight for weight in stored}
         self.managed = [by_name[t.name] for t in self.store.layout.tensors if t.name in by_name]
         self._store_storages: set[int] = set()
@@ -188,8 +188,8 @@ def _open_store(
     units: Sequence[UnitSpec],
     stored: Iterable[Weight],
     config: OffloadConfig,
+    device: Device,
     *,
-    name: str,
     source: WeightSource | None,
     progress: Callable[[StoreProgress], None] | None,
 ) -> HostStore:
@@ -209,7 +209,8 @@ def _open_store(
     def consume(name: str, view: torch.Tensor) -> None:
         tensors[name].data = view
 
-    return private_store(units, tensors, consume=consume)
+    node = gpu_node(device.torch_device) if device.torch_device.type == "cuda" else None
+    return private_store(units, tensors, consume=consume, numa_node=node)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 import time
 from dataclasses import dataclass
 
-from flextensor.store.locking import let_go, open_locked
+from flextensor.store.errors import StoreAccessError
+from flextensor.store.locking import holders, let_go, open_locked
+from flextensor.store.mapping import is_hugetlbfs
 
 _RECORD = 512
 _INTERVAL = 0.05
@@ -46,8 +49,20 @@ class Election:
 
     @staticmethod
     def win(path: str) -> Election | None:
-        """The right, or None when another process has it."""
-        fd = open_locked(path, exclusive=True, create=True)
+        """The right, or None when another process has it.
+
+        Raises StoreAccessError when the file is another user's, who could keep us waiting for ever, or no file.
+        """
+        try:
+            owner = os.lstat(path).st_uid
+            if owner != os.geteuid():
+                raise StoreAccessError(f"{path} belongs to user {owner}, not to {os.geteuid()}; use another shm_dir")
+        except FileNotFoundError:
+            pass
+        try:
+            fd = open_locked(path, exclusive=True, create=True)
+        except OSError as error:
+            raise StoreAccessError(f"cannot open {path}: {error.strerror}; remove it") from error
         return None if fd is None else Election(path, fd)
 
     def announce(self, done: int, total: int) -> StoreProgress | None:
@@ -58,7 +73,12 @@ class Election:
         self._last = now
         progress = StoreProgress("filling", done, total, os.getpid(), socket.gethostname())
         record = json.dumps({"pid": progress.pid, "host": progress.host[:200], "done": done, "total": total})
-        os.pwrite(self._fd, record.encode().ljust(_RECORD), 0)
+        try:
+            os.pwrite(self._fd, record.encode().ljust(_RECORD), 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            os.utime(self._fd, ns=(done, total))  # a hugetlbfs knows no write(), but times
         return progress
 
     def release(self) -> None:
@@ -78,6 +98,12 @@ def read_progress(path: str) -> StoreProgress | None:
     except OSError:
         return None
     try:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid():
+            return None
+        if is_hugetlbfs(fd):
+            filler = (*holders(status), 0)[0]
+            return StoreProgress("waiting", status.st_atime_ns, status.st_mtime_ns, filler, socket.gethostname())
         data = json.loads(os.pread(fd, _RECORD, 0))
         return StoreProgress("waiting", int(data["done"]), int(data["total"]), int(data["pid"]), str(data["host"]))
     except (ValueError, KeyError, TypeError):

@@ -17,12 +17,15 @@ import torch
 from flextensor.store.checksum import Checksum
 from flextensor.store.errors import StoreCorruptError
 from flextensor.store.layout import PAGE, TENSOR_ALIGNMENT, Layout, StoredTensor, is_dense, round_up, storage_shape
+from flextensor.store.mapping import page_size
 
 VERSION = "1"
 _PAD = "__padding__."
 _METADATA = "__metadata__"
 _MOST_HEADER = 100_000_000
 """What the safetensors library accepts."""
+_MOST_DATA = 1 << 50
+"""A size with as many digits as any will have."""
 
 SAFETENSORS_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -49,7 +52,8 @@ _PLAIN_BYTES = "U8"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store file says of itself. ``header_bytes`` lie before the data; ``created`` is for people to read."""
+    """What a store file says of itself. ``header_bytes`` lie before the data, which with padding at its end is
+    ``data_bytes``; ``created`` is for people to read."""
 
     namespace: str
     identity: str
@@ -57,22 +61,30 @@ class Manifest:
     checksums: Mapping[str, str]
     created: str
     header_bytes: int
+    data_bytes: int
 
     @property
     def file_bytes(self) -> int:
         """The size that the file must have."""
-        return self.header_bytes + self.layout.nbytes
+        return self.header_bytes + self.data_bytes
 
 
 def header_size(namespace: str, identity: str, layout: Layout, created: str) -> int:
     """Bytes of the header, before any checksum is known. A multiple of a page."""
     blank = {tensor.name: Checksum().hex() for tensor in layout.tensors}
-    return round_up(8 + len(_header_json(namespace, identity, layout, blank, created)), PAGE)
+    return round_up(8 + len(_header_json(namespace, identity, layout, blank, created, _MOST_DATA)), PAGE)
 
 
 def encode_header(manifest: Manifest) -> bytes:
     """The file's first ``header_bytes``."""
-    text = _header_json(manifest.namespace, manifest.identity, manifest.layout, manifest.checksums, manifest.created)
+    text = _header_json(
+        manifest.namespace,
+        manifest.identity,
+        manifest.layout,
+        manifest.checksums,
+        manifest.created,
+        manifest.data_bytes,
+    )
     length = manifest.header_bytes - 8
     return length.to_bytes(8, "little") + text.ljust(length)
 
@@ -102,6 +114,7 @@ def read_manifest(fd: int, path: str) -> Manifest:
             checksums={str(k): str(v) for k, v in json.loads(meta["flextensor.checksums"]).items()},
             created=str(meta["flextensor.created"]),
             header_bytes=length + 8,
+            data_bytes=round_up(length + 8 + layout.nbytes, page_size(fd)) - length - 8,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoreCorruptError(f"{path}: its manifest cannot be read ({error!r}); remove it") from error
@@ -124,7 +137,9 @@ def first_difference(found: Layout, wanted: Layout) -> str:
     return f"weight {extra[0]!r} is not wanted" if extra else ""
 
 
-def _header_json(namespace: str, identity: str, layout: Layout, checksums: Mapping[str, str], created: str) -> bytes:
+def _header_json(
+    namespace: str, identity: str, layout: Layout, checksums: Mapping[str, str], created: str, data_bytes: int
+) -> bytes:
     header: dict[str, Any] = {
         _METADATA: {
             "format": "pt",
@@ -146,8 +161,8 @@ def _header_json(namespace: str, identity: str, layout: Layout, checksums: Mappi
         known = SAFETENSORS_NAMES.get(tensor.dtype)
         shape = storage_shape(tensor.shape, tensor.stride) if known else (tensor.nbytes,)
         header[tensor.name] = _entry(known or _PLAIN_BYTES, shape, tensor.offset, end)
-    if layout.nbytes > end:
-        header[f"{_PAD}{len(layout.tensors)}"] = _entry(_PLAIN_BYTES, (layout.nbytes - end,), end, layout.nbytes)
+    if data_bytes > end:
+        header[f"{_PAD}{len(layout.tensors)}"] = _entry(_PLAIN_BYTES, (data_bytes - end,), end, data_bytes)
     return json.dumps(header, separators=(",", ":")).encode()
 
 

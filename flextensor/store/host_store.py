@@ -17,6 +17,7 @@ from flextensor.store.errors import StoreClosedError, StoreCorruptError, StoreEr
 from flextensor.store.filling import checksums_of
 from flextensor.store.layout import Layout, StoredTensor
 from flextensor.store.mapping import huge_bytes, map_anonymous, touch_huge, typed_view
+from flextensor.store.numa import placement
 from flextensor.store.pinning import PinnedRegions, Region
 from flextensor.store.report import PinReport, StoreReport
 
@@ -251,7 +252,7 @@ class HostStore:
             wait_seconds=self.times.wait,
             identity_seconds=self.times.identity,
             huge_pages=self._huge_pages(),
-            numa=self.numa,
+            numa=self._placement(),
         )
 
     def _path(self) -> str:
@@ -266,6 +267,10 @@ class HostStore:
     def _huge_pages(self) -> str:
         """Where the kernel gave huge pages; empty where a mapping cannot be told from others."""
         return ""
+
+    def _placement(self) -> str:
+        """On which NUMA nodes the memory is."""
+        return self.numa
 
     def _find(self, name: str) -> StoredTensor:
         try:
@@ -286,7 +291,7 @@ class MappedStore(HostStore):
     ) -> None:
         super().__init__(layout, identity)
         self._memory: torch.Tensor | None = memory
-        self._huge_touched = False
+        self._touched = False
         self.checksums = checksums
 
     @property
@@ -310,12 +315,14 @@ class MappedStore(HostStore):
     def _huge_pages(self) -> str:
         if self._memory is None:
             return ""
-        start = self._memory.data_ptr()
-        if self.shared and not self._huge_touched:  # it was filled through another mapping
+        if self.shared and not self._touched:  # it was filled through another mapping
             touch_huge(self._memory)
-            self._huge_touched = True
-        found = huge_bytes((start, start + self._memory.numel()))
-        return f"{found} of {self._memory.numel()} bytes"
+            self._touched = True
+        start = self._memory.data_ptr()
+        return f"{huge_bytes((start, start + self._memory.numel()))} of {self._memory.numel()} bytes"
+
+    def _placement(self) -> str:
+        return self.numa if self._memory is None else placement(self.numa, self._memory)
 
     def _drop_memory(self) -> None:
         self._memory = None

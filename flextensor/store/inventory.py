@@ -11,9 +11,9 @@ from typing import Literal
 from flextensor.store.election import read_progress
 from flextensor.store.errors import StoreAccessError, StoreCorruptError, StoreError
 from flextensor.store.file_format import read_manifest
-from flextensor.store.locking import holders, is_held, let_go, remove_unheld
+from flextensor.store.locking import check_ours, holders, is_held, let_go, remove_unheld
 from flextensor.store.naming import StoreName, list_names
-from flextensor.store.places import HandedFile, NamedFile, Place, check_ours
+from flextensor.store.places import HandedFile, NamedFile, Place
 from flextensor.store.shared import SharedStore, attach
 
 

@@ -15,7 +15,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 from pathlib import Path
+
+from flextensor.store.errors import StoreAccessError
 
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 MODE = 0o600
@@ -90,6 +93,19 @@ def is_held(path: str) -> bool:
         return os.path.lexists(path)
     os.close(fd)
     return False
+
+
+def check_ours(fd: int, path: str) -> None:
+    """Raise StoreAccessError unless the open file is a regular file of this user that nobody else may write."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreAccessError(f"{path} is no regular file; remove it")
+    if status.st_uid != os.geteuid():
+        raise StoreAccessError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}; use another shm_dir")
+    if status.st_mode & 0o077:
+        raise StoreAccessError(
+            f"{path} has mode {stat.S_IMODE(status.st_mode):o}: others could change it; it must be {MODE:o}, remove it"
+        )
 
 
 def holders(status: os.stat_result) -> tuple[int, ...]:

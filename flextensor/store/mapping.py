@@ -24,7 +24,7 @@ HUGE_PAGE = 2 << 20
 """What the kernel can map by one entry where file and address are aligned to it (x86-64, aarch64 with 4 KiB pages)."""
 
 _PAGEMAP_ENTRIES = 1 << 20
-_MADV_POPULATE_READ = 22
+MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
 """Get and map pages for writing; an error instead of a SIGBUS where there is none to be had."""
 _MAP_FIXED = 0x10
@@ -156,9 +156,9 @@ def huge_bytes(address: tuple[int, int]) -> int:
 
 def touch_huge(memory: torch.Tensor) -> None:
     """Map the huge pages of a shared mapping that another mapping, or process, has filled: one page of each is read."""
-    start = round_up(memory.data_ptr(), HUGE_PAGE)
-    for address in range(start, memory.data_ptr() + memory.numel() - mmap.PAGESIZE, HUGE_PAGE):
-        if advise(address, mmap.PAGESIZE, _MADV_POPULATE_READ):
+    start = memory.data_ptr() // HUGE_PAGE * HUGE_PAGE
+    for address in range(start, memory.data_ptr() + memory.numel(), HUGE_PAGE):
+        if advise(address, mmap.PAGESIZE, MADV_POPULATE_READ):
             return
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable
 
 from flextensor.store.host_store import HostStore, MappedStore
@@ -19,6 +20,9 @@ def weights_pss(pids: Iterable[int], store: HostStore) -> int:
     another user's process.
     """
     if isinstance(store, SharedStore):
+        if store.page_bytes > mmap.PAGESIZE:  # the kernel counts no shares of huge pages that were set aside
+            holders = set(store.report().holders or ())
+            return store.file_bytes * len(holders & set(pids)) // max(1, len(holders))
         total = 0
         for pid in pids:
             try:

@@ -11,21 +11,17 @@ import fcntl
 import json
 import logging
 import os
-import stat
+from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from flextensor.store.errors import StoreAccessError, StoreSpaceError
-from flextensor.store.filling import thread_count
 from flextensor.store.limits import memory_limits
-from flextensor.store.locking import MODE, is_held, leads_to, let_go, open_locked, remove_unheld
+from flextensor.store.locking import MODE, check_ours, is_held, leads_to, let_go, open_locked, remove_unheld
 from flextensor.store.naming import StoreName, filesystem_type
-from flextensor.store.reserving import reserve
 
 log = logging.getLogger(__name__)
 
-_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _RECORD = 512
 
 
@@ -43,9 +39,8 @@ class Place(Protocol):
     def create(self) -> int:
         """A locked descriptor of a new, empty file that nobody finds yet."""
 
-    def reserve(self, fd: int, memory: torch.Tensor) -> None:
-        """Get every page of the file now, mapped as ``memory``, or raise StoreSpaceError: memory that runs out later
-        would be a SIGBUS."""
+    def no_room(self, needed: int, error: OSError) -> StoreSpaceError:
+        """What to raise when the pages of a new file of ``needed`` bytes are not to be had."""
 
     def publish(self, fd: int) -> None:
         """Let others find the complete file."""
@@ -68,10 +63,10 @@ class NamedFile:
         return _open(self._name.file)
 
     def check_space(self, needed: int) -> None:
-        free = _free_bytes(self._name.directory)
+        free = free_bytes(self._name.directory)
         if free < needed:
             raise _space_error(self._name.directory, needed, free)
-        if filesystem_type(self._name.directory) in _MEMORY_FILE_SYSTEMS:
+        if filesystem_type(self._name.directory) in _MEMORY_FILE_SYSTEMS:  # a hugetlbfs has taken its memory already
             _check_memory(needed)
 
     def create(self) -> int:
@@ -85,12 +80,8 @@ class NamedFile:
         fcntl.flock(fd, fcntl.LOCK_SH)
         return fd
 
-    def reserve(self, fd: int, memory: torch.Tensor) -> None:
-        needed = os.fstat(fd).st_size
-        try:
-            reserve(fd, memory, thread_count())
-        except OSError as error:
-            raise _space_error(self._name.directory, needed, _free_bytes(self._name.directory)) from error
+    def no_room(self, needed: int, error: OSError) -> StoreSpaceError:
+        return _space_error(self._name.directory, needed, free_bytes(self._name.directory))
 
     def publish(self, fd: int) -> None:
         _give_name(fd, self._name.file)
@@ -143,17 +134,13 @@ class HandedFile:
         fcntl.flock(fd, fcntl.LOCK_SH)
         return fd
 
-    def reserve(self, fd: int, memory: torch.Tensor) -> None:
-        nbytes = os.fstat(fd).st_size
-        try:
-            reserve(fd, memory, thread_count())
-        except OSError as error:
-            raise StoreSpaceError(
-                f"cannot get {nbytes} bytes of memory for the host store: {error.strerror}; free memory, raise the "
-                "container's limit, or use a smaller dtype",
-                nbytes,
-                memory_limits().available,
-            ) from error
+    def no_room(self, needed: int, error: OSError) -> StoreSpaceError:
+        return StoreSpaceError(
+            f"cannot get {needed} bytes of memory for the host store: {error.strerror}; free memory, raise the "
+            "container's limit, or use a smaller dtype",
+            needed,
+            memory_limits().available,
+        )
 
     def publish(self, fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -177,25 +164,14 @@ class HandedFile:
         let_go(fd)
 
 
-def check_directory(directory: str) -> None:
-    """Raise StoreAccessError unless files can be made in the directory."""
+def check_directory(directory: str, backing: str = "file") -> None:
+    """Raise StoreAccessError unless files can be made in the directory, and, for a memfd, written to."""
     if not os.path.isdir(directory):
         raise StoreAccessError(f"shm_dir {directory} is no directory; make it, or set shm_dir to a tmpfs")
     if not os.access(directory, os.W_OK | os.X_OK):
         raise StoreAccessError(f"shm_dir {directory} cannot be written by user {os.geteuid()}; set it to another tmpfs")
-
-
-def check_ours(fd: int, path: str) -> None:
-    """Raise StoreAccessError unless the open file is a regular file of this user that nobody else may write."""
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise StoreAccessError(f"{path} is no regular file; remove it")
-    if status.st_uid != os.geteuid():
-        raise StoreAccessError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}; use another shm_dir")
-    if status.st_mode & 0o077:
-        raise StoreAccessError(
-            f"{path} has mode {stat.S_IMODE(status.st_mode):o}: others could change it; it must be {MODE:o}, remove it"
-        )
+    if backing == "memfd" and filesystem_type(directory) == "hugetlbfs":
+        raise StoreAccessError(f"shm_dir {directory} is a hugetlbfs, which holds no pointers to a memfd; use a tmpfs")
 
 
 def _open(path: str) -> int | None:
@@ -227,9 +203,18 @@ def _give_name(fd: int, path: str) -> None:
         os.close(folder)
 
 
-def _free_bytes(directory: str) -> int:
+def free_bytes(directory: str, sysfs: Path = Path("/sys")) -> int:
+    """Bytes that a new file in the directory can have."""
     space = os.statvfs(directory)
-    return space.f_bavail * space.f_frsize
+    mounted = space.f_bavail * space.f_frsize
+    if filesystem_type(directory) != "hugetlbfs":
+        return mounted
+    pool = sysfs / f"kernel/mm/hugepages/hugepages-{space.f_bsize >> 10}kB"
+    free, promised, most_more, more = (
+        int((pool / f"{name}_hugepages").read_text()) for name in ("free", "resv", "nr_overcommit", "surplus")
+    )
+    in_pool = (free - promised + max(0, most_more - more)) * space.f_bsize
+    return min(in_pool, mounted) if space.f_blocks else in_pool  # 0 blocks: mounted without a size
 
 
 def _check_memory(needed: int) -> None:
@@ -245,6 +230,15 @@ def _check_memory(needed: int) -> None:
 
 def _space_error(directory: str, needed: int, free: int) -> StoreSpaceError:
     gib = -(-needed // 2**30)
+    if filesystem_type(directory) == "hugetlbfs":
+        page = os.statvfs(directory).f_bsize
+        return StoreSpaceError(
+            f"the host store needs {needed} bytes in {directory}, which has {free} free: {needed // page} huge pages "
+            f"of {page >> 10} KiB, {(needed - free) // page} more; set them aside (sysctl vm.nr_hugepages, or in "
+            f"/sys/kernel/mm/hugepages/hugepages-{page >> 10}kB), or set shm_dir to a tmpfs",
+            needed,
+            free,
+        )
     return StoreSpaceError(
         f"the host store needs {needed} bytes in {directory}, which has {free} free; enlarge it "
         f"(docker run --shm-size={gib}g, Kubernetes: an emptyDir of medium Memory, "

@@ -13,7 +13,7 @@ from flextensor.store.host_store import AdoptedStore, HostStore, MappedStore
 from flextensor.store.layout import Layout, StoredTensor, UnitSpec, WeightSpec, make_layout, make_scattered_layout
 from flextensor.store.limits import memory_limits
 from flextensor.store.mapping import map_anonymous, storage_bytes
-from flextensor.store.numa import interleave, prefer
+from flextensor.store.numa import place_private, read_topology
 
 
 def private_store(
@@ -48,7 +48,7 @@ def private_store(
             limits.available,
         )
     memory = map_anonymous(layout.nbytes)
-    placed = interleave(memory) if numa_node is None else prefer(memory, numa_node)
+    placed = place_private(memory, numa_node, read_topology())
     store = MappedStore(layout, f"private-{layout.fingerprint}", memory)
     started = time.perf_counter()
     synchronize_sources(tensors)

@@ -17,14 +17,15 @@ import torch
 from flextensor.store.election import Election, StoreProgress, read_progress
 from flextensor.store.errors import StoreCorruptError, StoreTimeoutError
 from flextensor.store.file_format import Manifest, encode_header, first_difference, header_size, read_manifest
-from flextensor.store.filling import Reader, fill
+from flextensor.store.filling import Reader, fill, thread_count
 from flextensor.store.host_store import MappedStore
-from flextensor.store.layout import Layout, StoredTensor, UnitSpec, make_layout
-from flextensor.store.locking import holders, let_go
-from flextensor.store.mapping import map_file, own_pages, restore_own_pages
+from flextensor.store.layout import Layout, StoredTensor, UnitSpec, make_layout, round_up
+from flextensor.store.locking import check_ours, holders, let_go
+from flextensor.store.mapping import buffer_of, map_file, own_pages, page_size, restore_own_pages
 from flextensor.store.naming import StoreName, check_namespace, content_identity, remove_dead
-from flextensor.store.numa import interleave
-from flextensor.store.places import HandedFile, NamedFile, Place, check_directory, check_ours
+from flextensor.store.numa import place_shared, read_topology
+from flextensor.store.places import HandedFile, NamedFile, Place, check_directory
+from flextensor.store.reserving import reserve
 from flextensor.store.sources import WeightSource
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class SharedStore(MappedStore):
         self.manifest = manifest
         self._label = label
         self._status = os.fstat(fd)
+        self.page_bytes = page_size(fd)
         self._created = created
         self._leave = weakref.finalize(self, _leave, os.getpid(), leave, fd)
 
@@ -68,6 +70,11 @@ class SharedStore(MappedStore):
         """Device (``major:minor``) and inode, as ``/proc/PID/smaps`` shows them."""
         device = self._status.st_dev
         return f"{os.major(device):02x}:{os.minor(device):02x}", self._status.st_ino
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file, which is the memory that it takes."""
+        return self.manifest.file_bytes
 
     def edited_in_place(self) -> tuple[str, ...]:
         self._check_open()
@@ -137,7 +144,7 @@ def shared_store(
     check_namespace(namespace)
     if keep and backing == "memfd":
         raise ValueError("keep=True needs backing='file': a memfd goes with its last user")
-    check_directory(directory)
+    check_directory(directory, backing)
     layout = make_layout(units)
     if not layout.tensors:
         raise ValueError("there are no weights to store: no unit lists one")
@@ -212,20 +219,24 @@ class _Start:
         election.announce(0, layout.weight_bytes)
         created = f"pid {os.getpid()} on {socket.gethostname()}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}"
         header_bytes = header_size(name.namespace, name.identity, layout, created)
-        total = header_bytes + layout.nbytes
-        place.check_space(total)
         fd = place.create()
         try:
-            os.ftruncate(fd, total)
-            memory = map_file(fd, total, skip=header_bytes)
-            numa = interleave(memory)
+            total = round_up(header_bytes + layout.nbytes, page_size(fd))
+            data_bytes = total - header_bytes
+            place.check_space(total)
             reserving = time.perf_counter()
-            place.reserve(fd, memory)
+            try:
+                os.ftruncate(fd, total)
+                memory = map_file(fd, total)
+                numa = place_shared(memory, read_topology())
+                reserve(fd, memory, thread_count())
+            except OSError as error:
+                raise place.no_room(total, error) from error
             reserved = time.perf_counter() - reserving
-            checksums = self._read_all(memory, election)
+            checksums = self._read_all(memory[header_bytes:], election)
             self._source.check_unchanged()
-            manifest = Manifest(name.namespace, name.identity, layout, checksums, created, header_bytes)
-            os.pwrite(fd, encode_header(manifest), 0)
+            manifest = Manifest(name.namespace, name.identity, layout, checksums, created, header_bytes, data_bytes)
+            buffer_of(memory)[:header_bytes] = encode_header(manifest)  # a hugetlbfs knows no write()
             del memory
             read_manifest(fd, place.label)
             place.publish(fd)

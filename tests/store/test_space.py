@@ -13,8 +13,6 @@ import torch
 from flextensor.store import StoreAccessError, StoreSpaceError, TensorSource, shared_store
 from flextensor.store.filling import Reader
 from flextensor.store.layout import StoredTensor
-from flextensor.store.mapping import map_file
-from flextensor.store.naming import StoreName
 from flextensor.store.places import NamedFile
 from tests.store.small_models import same, units_of
 
@@ -39,22 +37,25 @@ def test_the_same_model_fits_as_a_memfd(small_tmpfs: str) -> None:
     assert os.listdir(small_tmpfs) == []
 
 
-def test_a_tmpfs_that_fills_up_after_the_check_is_an_error_and_no_signal(small_tmpfs: str) -> None:
-    place = NamedFile(StoreName(small_tmpfs, "t", "0" * 32))
-    place.check_space(50 << 20)
-    fd = place.create()
-    (Path(small_tmpfs) / "other").write_bytes(b"x" * (40 << 20))
-    os.ftruncate(fd, 50 << 20)
-    memory = map_file(fd, 50 << 20)
-    with pytest.raises(StoreSpaceError) as caught:
-        place.reserve(fd, memory)
-    assert (os.fstat(fd).st_size, os.fstat(fd).st_blocks) == (0, 0), "its pages are given back at once"
-    place.leave(fd, keep=False)
-    assert caught.value.needed == 50 << 20
+def test_a_tmpfs_that_fills_up_after_the_check_is_an_error_and_no_signal(
+    small_tmpfs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = NamedFile.check_space
+
+    def check_and_lose(place: NamedFile, needed: int) -> None:
+        check(place, needed)
+        (Path(small_tmpfs) / "other").write_bytes(b"x" * (40 << 20))
+
+    monkeypatch.setattr(NamedFile, "check_space", check_and_lose)
+    model = {"layers.0.w": torch.zeros(50 << 17, dtype=torch.int64)}
+    with pytest.raises(StoreSpaceError, match="--shm-size=1g") as caught:
+        shared_store(units_of(model), TensorSource(model), namespace="t", directory=small_tmpfs)
+    assert 50 << 20 < caught.value.needed < 51 << 20
     assert caught.value.free <= 24 << 20
     assert os.listdir(small_tmpfs) == ["other"]
-    assert os.statvfs(small_tmpfs).f_bavail * os.statvfs(small_tmpfs).f_frsize >= 23 << 20
-    del memory, caught  # its traceback has the mapping too
+    space = os.statvfs(small_tmpfs)
+    assert space.f_bavail * space.f_frsize >= 23 << 20, "its pages are given back while the error lives"
+    del caught  # its traceback has the mapping
     gc.collect()
 
 
