@@ -28,6 +28,7 @@ from ray.exceptions import ActorAlreadyExistsError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.coordinator import NAME, WORKER_PREFIX, Coordinator
+from cluster.memory_monitor import warn_where_it_kills
 from cluster.messages import CoordinatorOptions, WorkerStart
 from cluster.worker import Worker
 
@@ -122,9 +123,10 @@ def start_local(*, gpus: int, namespace: str) -> str:
     raise AssertionError("not reached")
 
 
-def attach(address: str, *, namespace: str, auth: str = "") -> str:
+def attach(address: str, *, namespace: str, auth: str = "", shm_dir: str | None = "/dev/shm") -> str:
     """Attach to a running Ray; its address.
 
+    shm_dir: warn of nodes whose memory monitor can kill workers for a store there; None: no store is to be made.
     Raises SessionError when there is none at ``address``.
     """
     _refuse_silence(address)
@@ -149,6 +151,8 @@ def attach(address: str, *, namespace: str, auth: str = "") -> str:
             f"no Ray cluster answers at {address!r} ({first}); check --address and, where the cluster asks for a "
             f"token, ~/.ray/auth_token and RAY_AUTH_MODE=token (it is {mode})"
         ) from error
+    if shm_dir is not None:
+        warn_where_it_kills(shm_dir)
     return str(context.address_info["gcs_address"]) if "gcs_address" in context.address_info else address
 
 
@@ -288,7 +292,7 @@ def find_run(*, address: str | None, namespace: str | None) -> Any:
             names = ", ".join(run.namespace for run in runs)
             raise SessionError(f"several runs are going on; name one with --namespace: {names}")
         address, namespace, auth = runs[0].address, runs[0].namespace, runs[0].auth
-    attach(address, namespace=namespace or "flextensor-client", auth=auth)
+    attach(address, namespace=namespace or "flextensor-client", auth=auth, shm_dir=None)
     if namespace is None:
         namespace = _only_namespace()
     try:
