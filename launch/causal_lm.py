@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.checkpoints import ItemCheckpoint, ItemCheckpoints
 from cluster.messages import Item
-from cluster.task import TaskContext
-from flextensor.config import OffloadConfig, unknown_key_message
+from cluster.task import Rehearsal, TaskContext
+from flextensor.config import OffloadConfig
+from launch.causal_lm_options import CausalLMOptions
 from launch.compile_choice import CompileChoice
 from launch.model_files import TaskInputError, stored_tensors
+from launch.text_generation import greedy, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -22,71 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
-CACHES = ("dynamic", "static")
 WARM_UP_ITEM: Item = {"id": "warm-up", "prompt": "Name three rivers of Europe."}
 _WARM_UP_NEW_TOKENS = 8
-
-
-@dataclass(frozen=True)
-class CausalLMOptions:
-    """model: a local Hugging Face directory with safetensors.
-
-    dtype: ``auto`` is float32 on the host device and the checkpoint's own on CUDA.
-    max_new_tokens: the most tokens that an answer has.
-    batch_size: the most items that go through the model at once; 0 takes all that ``run`` is given.
-    system_prompt: put before each conversation that has no system message of its own; empty: the chat template's own.
-    attention: transformers' attention implementation.
-    cache: ``dynamic`` grows with the text, ``static`` has a fixed size (see ``launch.static_cache``).
-    compile, compile_backend, compile_mode: see ``CompileChoice``; they need the static cache, since a growing one
-        would be compiled again and again.
-    """
-
-    model: str
-    dtype: str = "auto"
-    max_new_tokens: int = 128
-    batch_size: int = 0
-    system_prompt: str = ""
-    attention: str = "sdpa"
-    cache: str = "dynamic"
-    compile: str = "none"
-    compile_backend: str = "inductor"
-    compile_mode: str = ""
-
-    @staticmethod
-    def parse(options: Mapping[str, Any]) -> CausalLMOptions:
-        """Checked options.
-
-        Raises TaskInputError that names the option, its value and what is allowed, or the nearest known option.
-        """
-        known = [field.name for field in dataclasses.fields(CausalLMOptions)]
-        for key in options:
-            if key not in known:
-                raise TaskInputError(unknown_key_message(key, known, "task option"))
-        if not isinstance(options.get("model"), str | Path) or not str(options["model"]):
-            raise TaskInputError("task option 'model' is missing; name a Hugging Face model directory")
-        parsed = CausalLMOptions(**{**options, "model": str(options["model"])})
-        _one_of("dtype", parsed.dtype, DTYPES)
-        _one_of("attention", parsed.attention, ATTENTION)
-        _one_of("cache", parsed.cache, CACHES)
-        if CompileChoice.parse(options).compiles and parsed.cache != "static":
-            raise TaskInputError(f"task option compile = {parsed.compile!r} needs cache = 'static'")
-        _whole("max_new_tokens", parsed.max_new_tokens, 1)
-        _whole("batch_size", parsed.batch_size, 0)
-        if not isinstance(parsed.system_prompt, str):
-            raise TaskInputError(f"task option system_prompt = {parsed.system_prompt!r} is not text")
-        return parsed
-
-
-def _one_of(option: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise TaskInputError(f"task option {option} = {value!r}; use one of {', '.join(allowed)}")
-
-
-def _whole(option: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise TaskInputError(f"task option {option} = {value!r}; use a whole number, {least} or more")
+_REHEARSED_TOKENS = 9
 
 
 @dataclass(frozen=True)
@@ -113,11 +54,14 @@ class CausalLMTask:
         self._manager: Any = None
         self._copy: Any = None
         self._caches: dict[int, StaticCaches] = {}
+        self._checkpoints = ItemCheckpoints()
         self._tokenizer: Any = None
         self._generation: Any = None
         self._dtype: torch.dtype | None = None
         self._pattern: tuple[str, ...] = ()
         self._loaded_from = ""
+        self._prompt_tokens = 0
+        """Of the last batch, padding included."""
 
     def load(self, context: TaskContext) -> None:
         """Build the model on meta, and offload it with its weights straight from safetensors."""
@@ -125,9 +69,10 @@ class CausalLMTask:
         from flextensor.store import SafetensorsSource
         from launch.meta_model import NeedsTransformers, build_on_meta, read_config, repeated_block_pattern
 
+        self._checkpoints = context.checkpoints
         context.progress("reading the tokenizer")
         config = read_config(self.directory)
-        self._tokenizer = _load_tokenizer(self.directory)
+        self._tokenizer = load_tokenizer(self.directory)
         self._dtype = self._resolve_dtype(context.config, config)
         source: SafetensorsSource | None
         try:
@@ -141,7 +86,7 @@ class CausalLMTask:
             model, source = self._load_whole(), None
             self._loaded_from = f"transformers: {reason}"
         offload = self.choice.offload_config(self._with_pattern(context, repeated_block_pattern(model)))
-        self._generation = _greedy(self.directory, config, self._tokenizer, self.options.max_new_tokens)
+        self._generation = greedy(self.directory, config, self._tokenizer, self.options.max_new_tokens)
         model.generation_config = self._generation
         context.progress("loading weights")
         self._model = flextensor.offload(
@@ -180,8 +125,54 @@ class CausalLMTask:
         """``{"id", "prompt", "answer", "tokens", "finish"}`` an item; ``tokens``: the new ids, the end token included.
 
         ``finish`` is ``eos`` or ``length``. An item that cannot be run has ``error`` in place of the last three.
+
+        A batch that takes long keeps its tokens so far (see ``launch.kept_tokens``); one that was begun before, by
+        this process or one that died, goes on behind them after one prefill.
         """
-        return [result for batch in self._batches(items) for result in self._generate(self._model, batch)]
+        results: list[dict[str, Any]] = []
+        for batch in self._batches(items):
+            kept = self._checkpoints.of(self._key(batch))
+            results += self._generate(self._model, batch, kept=kept)
+            kept.remove()
+        return results
+
+    def rehearse(self, items: Sequence[Item], *, brief: bool) -> Rehearsal:
+        """A prefill and a few tokens of the items as one batch, whatever end tokens come."""
+        good = [item for item in items if not self._encode(item).error]
+        good += [good[-1] if good else WARM_UP_ITEM] * (len(items) - len(good))
+        whole = self.options.max_new_tokens
+        tokens = min(2 if brief else _REHEARSED_TOKENS, whole)
+        caches = self._caches_of(self._model)
+        try:
+            if caches is not None:
+                caches.forget()  # it is padded to the most rows that it has seen
+            self._generate(self._model, good, tokens, min_new_tokens=tokens)
+        finally:
+            if caches is not None:
+                caches.forget()
+        positions = self._prompt_tokens + whole
+        a_position = len(good) * self._cache_bytes_a_token()
+        return Rehearsal(
+            tokens=len(good) * whole,
+            leading=1,
+            repeats=whole - 1,
+            cache_bytes=a_position * positions,
+            cached_bytes=a_position * (positions if caches is not None else self._prompt_tokens + tokens),
+        )
+
+    def _cache_bytes_a_token(self) -> int:
+        """Keys and values of one position of one sequence, over all layers."""
+        config = self._model.config.get_text_config(decoder=True)
+        heads = config.num_attention_heads
+        head = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kept = getattr(config, "num_key_value_heads", None) or heads
+        itemsize: int = self._model.dtype.itemsize
+        return 2 * config.num_hidden_layers * kept * head * itemsize
+
+    def _key(self, items: Sequence[Item]) -> str:
+        """What the tokens of a batch depend on."""
+        model = (str(self.directory.resolve()), str(self._dtype), dataclasses.asdict(self.options))
+        return repr((model, [(str(item["id"]), _question(item)) for item in items]))
 
     def verify(self, items: Sequence[Item], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Run the items in the same batches on an un-offloaded copy: ``{"checked", "identical", "different": [ids]}``.
@@ -291,9 +282,15 @@ class CausalLMTask:
             )
         return _Encoded(item, text)
 
-    def _generate(self, model: Any, items: Sequence[Item], new_tokens: int | None = None) -> list[dict[str, Any]]:
-        import torch
-
+    def _generate(
+        self,
+        model: Any,
+        items: Sequence[Item],
+        new_tokens: int | None = None,
+        *,
+        kept: ItemCheckpoint | None = None,
+        **settings: Any,
+    ) -> list[dict[str, Any]]:
         encoded = [self._encode(item) for item in items]
         good = [entry for entry in encoded if not entry.error]
         results = [_failed(entry) for entry in encoded if entry.error]
@@ -309,18 +306,43 @@ class CausalLMTask:
         inputs = self._tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=special, **fixed).to(
             self._torch_device()
         )
-        length = inputs["input_ids"].shape[1]
-        with torch.inference_mode():
-            output = model.generate(
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                max_new_tokens=new_tokens or self.options.max_new_tokens,
-                # The whole answer's room in the warm-up, too: the cache's size is a shape.
-                **({} if caches is None else caches.take(len(texts), length + self.options.max_new_tokens)),
-            )
-        rows = output[: len(good), length:].tolist()
+        rows = self._new_tokens(model, inputs, new_tokens or self.options.max_new_tokens, kept, settings)
         ends = set(self._generation.eos_token_id)
-        return results + [self._result(entry, row, ends) for entry, row in zip(good, rows, strict=True)]
+        return results + [self._result(entry, row, ends) for entry, row in zip(good, rows, strict=False)]
+
+    def _new_tokens(
+        self, model: Any, inputs: Any, count: int, kept: ItemCheckpoint | None, settings: dict[str, Any]
+    ) -> list[list[int]]:
+        """At most ``count`` tokens behind each row of ``inputs``, those that ``kept`` has taken as they are."""
+        import torch
+
+        from launch.kept_tokens import KeptTokens
+
+        texts, length = inputs["input_ids"], inputs["input_ids"].shape[1]
+        self._prompt_tokens = length
+        mask, caches = inputs["attention_mask"], self._caches_of(model)
+        if kept is not None:
+            keeper = KeptTokens(kept, texts, frozenset(self._generation.eos_token_id))
+            settings = {**settings, "stopping_criteria": [keeper]}
+            if keeper.complete(count):
+                return keeper.rows
+            texts, mask = keeper.continued(texts, mask)
+        with torch.inference_mode():
+            try:
+                output = model.generate(
+                    input_ids=texts,
+                    attention_mask=mask,
+                    max_new_tokens=count - (texts.shape[1] - length),
+                    # The whole answer's room in the warm-up, too: the cache's size is a shape.
+                    **({} if caches is None else caches.take(len(texts), length + self.options.max_new_tokens)),
+                    **settings,
+                )
+            except torch.OutOfMemoryError:
+                if kept is not None:
+                    kept.remove()  # a prefill over all tokens so far needs more than the prompt's did
+                raise
+        rows: list[list[int]] = output[:, length:].tolist()
+        return rows
 
     def _caches_of(self, model: Any) -> StaticCaches | None:
         from launch.static_cache import StaticCaches
@@ -359,43 +381,3 @@ def _question(item: Item) -> dict[str, Any]:
 
 def _failed(entry: _Encoded) -> dict[str, Any]:
     return {"id": entry.item["id"], **_question(entry.item), "error": entry.error}
-
-
-def _load_tokenizer(directory: Path) -> Any:
-    """Padding on the left, so that the last token of each row is the prompt's last.
-
-    Raises TaskInputError when the directory has no usable tokenizer.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), padding_side="left")
-    except (OSError, ValueError, KeyError) as error:
-        raise TaskInputError(f"{directory} has no usable tokenizer: {str(error).splitlines()[0]}") from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def _greedy(directory: Path, config: Any, tokenizer: Any, max_new_tokens: int) -> Any:
-    """Plain arg-max decoding: nothing of the checkpoint's sampling settings but its end tokens."""
-    from transformers import GenerationConfig
-
-    if (directory / "generation_config.json").is_file():
-        stored = GenerationConfig.from_pretrained(str(directory))
-    else:
-        stored = GenerationConfig.from_model_config(config)
-    own = stored.eos_token_id
-    ends = [own] if isinstance(own, int) else list(own or ())
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
-        ends.append(tokenizer.eos_token_id)
-    return GenerationConfig(
-        do_sample=False,
-        num_beams=1,
-        use_cache=True,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=ends,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=stored.bos_token_id,
-        disable_compile=True,  # of the whole model, which generate() would do by itself with a static cache on a GPU
-    )

@@ -69,6 +69,12 @@ class StaticCaches:
         self._cache.reset()
         return {self._argument: self._cache}
 
+    def forget(self) -> None:
+        """Give the cache's memory back; the next batch sets how many rows there are."""
+        self._cache, self._rows, self._positions = None, 0, 0
+        for layer in self._layers:
+            layer.__dict__.pop(_VIEW, None)
+
     @property
     def rows(self) -> int:
         """Rows of the cache; smaller batches are padded to it."""
