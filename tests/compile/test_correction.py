@@ -7,10 +7,11 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from torch._inductor import scheduler, tiling_utils
+from torch._inductor import codecache, scheduler, tiling_utils
 from torch._inductor.utils import sympy_product
 
 from flextensor.compile import correction
@@ -62,18 +63,27 @@ def test_import_and_eager_offload_leave_inductor_alone() -> None:
 
 
 @pytest.mark.parametrize("settings", ["compile_fn=lambda m: m", "config={'external_compile': True}"])
-def test_the_first_compiled_offload_forward_applies_it(settings) -> None:
+def test_the_first_compiled_offload_forward_applies_it_before_profiling_for_the_rest_of_the_process(settings) -> None:
     in_a_new_process(f"""
         import inspect
         import torch._inductor.tiling_utils as tiling
         before, text = tiling.extract_normalized_read_writes, open(tiling.__file__).read()
-        model = ft.offload(MyModel(), config())
-        ft.release()
-        run({settings})
+        settings = dict({settings})
+        model = MyModel()
+        weights = {{name: value.clone() for name, value in model.state_dict().items()}}
+        ft.offload(model, config(**settings.pop("config", {{}})), **settings)
+        assert correction_outcome() is None
+        model(torch.randn(2, 32))
+        assert ft.get_offload_manager().phase == "profiling"
         assert correction_outcome() == "applied", correction_outcome()
-        assert tiling.extract_normalized_read_writes is not before
-        assert tiling.extract_normalized_read_writes.__wrapped__ is before
+        corrected = tiling.extract_normalized_read_writes
+        assert corrected is not before and corrected.__wrapped__ is before
         assert open(tiling.__file__).read() == text
+        ft.release()
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+        run(compile_fn=lambda m: m)
+        ft.release()
+        assert tiling.extract_normalized_read_writes is corrected
     """)
 
 
@@ -95,17 +105,22 @@ def test_cache_keys_carry_the_suffix_and_the_callers_tag_stays() -> None:
     """)
 
 
-def test_unknown_code_is_left_alone_with_a_warning() -> None:
-    printed = in_a_new_process("""
-        import torch._inductor.tiling_utils as tiling
-        def extract_normalized_read_writes(node):
-            return None
-        tiling.extract_normalized_read_writes = extract_normalized_read_writes
-        run(compile_fn=lambda m: m)
-        assert correction_outcome() == "unknown"
-        assert tiling.extract_normalized_read_writes is extract_normalized_read_writes
+def test_a_graph_that_was_cached_before_the_correction_is_not_reused_after_it(tmp_path: Path) -> None:
+    in_a_new_process(f"""
+        import os
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = {str(tmp_path)!r}
+        from flextensor.compiled_offload import apply_correction
+        from torch._dynamo.utils import counters
+        x = torch.ones(8)
+        def hits():
+            torch._dynamo.reset()
+            counters.clear()
+            torch.compile(lambda x: x * 3 + 1)(x)
+            return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+        assert [hits() > 0, hits() > 0] == [False, True]
+        assert apply_correction() == "applied"
+        assert [hits() > 0, hits() > 0] == [False, True]
     """)
-    assert "unknown form" in printed
 
 
 def known(inputs, body, n_reads):  # what stands in torch 2.10 to 2.14, in a function that can be looked at
@@ -132,6 +147,18 @@ def test_the_source_decides() -> None:
     assert correction.classify(fixed)[0] == "fixed"
     assert correction.classify(only_a_comment)[0] == "unknown"
     assert correction.classify(len)[0] == "unknown"
+
+
+@pytest.mark.parametrize(("code", "outcome"), [(fixed, "fixed"), (only_a_comment, "unknown")])
+def test_fixed_code_is_left_alone_silently_and_unknown_code_with_a_warning(code, outcome, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(tiling_utils, "extract_normalized_read_writes", code)
+    monkeypatch.setattr(correction, "_outcome", None)
+    key_builder = codecache.FxGraphHashDetails.__init__
+    assert correction.apply_correction() == correction.correction_outcome() == outcome
+    assert tiling_utils.extract_normalized_read_writes is code
+    assert codecache.FxGraphHashDetails.__init__ is key_builder
+    assert ("unknown form" in caplog.text) is (outcome == "unknown")
+    assert len(caplog.records) == (outcome == "unknown")
 
 
 def test_this_torch_has_the_defect() -> None:

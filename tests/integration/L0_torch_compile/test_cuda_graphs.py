@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -156,3 +158,26 @@ def test_no_host_synchronisation_in_the_steady_state() -> None:
         torch.cuda.set_sync_debug_mode("default")
     expected = twin(x)
     assert all(torch.equal(out, expected) for out in outs)
+
+
+def test_a_region_around_a_unit_with_inductors_cuda_graphs_fetches_at_each_replay() -> None:
+    model, twin = pair()
+    device = torch.device("cuda")
+    ft.offload(model, streaming(model))
+    om = ft.get_offload_manager()
+    for _ in range(om.iters_before_inference):
+        model(inputs(device))
+    twin = twin.to(device)
+
+    def region(layer: nn.Module) -> Any:
+        return torch.compile(lambda x: layer(x * 0.5) + 1, fullgraph=True, mode="reduce-overhead")
+
+    ours, theirs = [region(layer) for layer in model.layers], [region(layer) for layer in twin.layers]
+    for _ in range(6):
+        for mine, reference in zip(ours, theirs, strict=True):
+            x = inputs(device)
+            torch.compiler.cudagraph_mark_step_begin()
+            got = mine(x).clone()
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.testing.assert_close(got, reference(x).clone())
+    assert om.live().copied_bytes_total > 0

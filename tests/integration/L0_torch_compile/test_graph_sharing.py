@@ -1,0 +1,181 @@
+"""How many graphs there are: one for all units that are alike, none made by a replan, no unit left eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flextensor as ft
+from flextensor.compiled_offload import bump_dynamo_limits_for_compiled_offload
+from tests.integration.L0_torch_compile.checks import (
+    assert_equal_while_streaming,
+    compiled_twin,
+    external,
+    graphs,
+    to_inference,
+)
+from tests.integration.L0_torch_compile.models import Block, IndexedBlock, LabelledBlock, inputs, pair, streaming
+
+
+@pytest.mark.parametrize(
+    ("mode", "path"),
+    [
+        ("default", "compile_fn"),
+        ("reduce-overhead", "compile_fn"),
+        ("max-autotune-no-cudagraphs", "compile_fn"),
+        pytest.param("max-autotune", "compile_fn", marks=pytest.mark.slow),
+        ("default", "external"),
+        pytest.param("reduce-overhead", "external", marks=pytest.mark.slow),
+        pytest.param("max-autotune-no-cudagraphs", "external", marks=pytest.mark.slow),
+        pytest.param("max-autotune", "external", marks=pytest.mark.slow),
+    ],
+)
+def test_every_mode_gives_the_compiled_resident_models_numbers_and_a_replan_recompiles_nothing(
+    device, mode, path
+) -> None:
+    model, twin = pair(Block(), Block(), Block(), Block())
+
+    def compile_fn(module: nn.Module) -> nn.Module:
+        return torch.compile(module, fullgraph=True, mode=mode)  # type: ignore[return-value]
+
+    if path == "compile_fn":
+        ft.offload(model, streaming(model, 0.8), compile_fn=compile_fn)
+    else:
+        ft.offload(model, streaming(model, 0.8, external_compile=True))
+    om = to_inference(model, device)
+    if path == "external":
+        for _, module in [*om.offload_units(), *om.resident_units()]:
+            module.compile(fullgraph=True, mode=mode)
+    twin = twin.to(device)
+    for layer in twin.layers:
+        layer.compile(fullgraph=True, mode=mode)
+
+    def assert_same() -> None:
+        x = inputs(device)
+        assert torch.equal(model(x).clone(), twin(x).clone())
+
+    for _ in range(4):
+        assert_same()
+    made = graphs()
+    # In place, Dynamo sees an offloaded unit's own class; what compile_fn is given is of the twin's.
+    assert made == (1 if path == "compile_fn" else 2), "one of four units, and one of the twin's four blocks"
+    assert om.compile_report().graphs == 1
+    for budget in (0.7, 0.9, 0.6):
+        om.replan(budget)
+        assert_same()
+        assert om.plan is not None and om.plan.streamed_bytes > 0
+    if path == "external":
+        epoch = om.epoch
+        for _ in range(om.request_strategy_replan()):
+            assert_same()
+        assert om.epoch == epoch + 1
+    assert graphs() == made
+    report = om.compile_report()
+    assert (report.compiled, report.shared, report.eager, report.pending) == (1, 3, 0, 0)
+
+
+def counting_backend(made: list[int]) -> Callable[..., Any]:
+    """A backend that notes each graph it is given."""
+
+    def compile_counted(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        made.append(len(graph.graph.nodes))
+        return graph.forward
+
+    return compile_counted
+
+
+@pytest.mark.parametrize(
+    ("block", "path"),
+    [
+        (Block, "compile_fn"),
+        (Block, "getter"),
+        (Block, "external"),
+        (IndexedBlock, "compile_fn"),
+        (IndexedBlock, "external"),
+    ],
+)
+def test_a_cold_start_compiles_what_the_model_compiled_per_block_does_and_no_more(device, block, path) -> None:
+    units = 10
+    model, twin = pair(*(block(at) if block is IndexedBlock else block() for at in range(units)))
+    x = inputs(device)
+    theirs: list[int] = []
+    bump_dynamo_limits_for_compiled_offload(units)
+    twin, backend = twin.to(device), counting_backend(theirs)
+    for layer in twin.layers:
+        layer.compile(fullgraph=True, backend=backend)
+    expected = twin(x)
+    torch._dynamo.reset()  # or the two would find each other's code
+
+    ours: list[int] = []
+    backend = counting_backend(ours)
+    compile_fn = None if path == "external" else lambda m: torch.compile(m, fullgraph=True, backend=backend)
+    profile_mode = "getter" if path == "getter" else "view"
+    config = streaming(model, external_compile=path == "external", profile_mode=profile_mode)
+    ft.offload(model, config, compile_fn=compile_fn)
+    om = to_inference(model, device)
+    assert bool(ours) is (path == "compile_fn")
+    if path == "external":
+        for _, module in [*om.offload_units(), *om.resident_units()]:
+            module.compile(fullgraph=True, backend=backend)
+    for _ in range(om.request_strategy_replan() if path != "compile_fn" else 1):
+        assert torch.equal(model(x), expected)
+    assert om.plan is not None and om.plan.streamed_bytes > 0
+    assert ours == theirs
+    assert len(ours) == (units if block is IndexedBlock else 1)
+
+
+def test_twelve_identical_units_share_one_graph(device) -> None:
+    model, twin = pair(*(Block() for _ in range(12)))
+    ft.offload(model, streaming(model), compile_fn=lambda m: torch.compile(m, fullgraph=True, backend="aot_eager"))
+    om = ft.get_offload_manager()
+    for _ in range(om.iters_before_inference):
+        model(inputs(device))
+    model(inputs(device))
+    assert graphs() == 1
+    report = om.compile_report()
+    assert (report.compiled, report.shared, report.eager, report.graphs) == (1, 11, 0, 1)
+    for budget in (0.5, 0.9, 0.35):
+        om.replan(budget)
+        model(inputs(device))
+    assert graphs() == 1
+    assert_equal_while_streaming(model, compiled_twin(twin, device), device)
+
+
+@pytest.mark.parametrize(("block", "expected"), [(LabelledBlock, 1), (IndexedBlock, 40)])
+def test_forty_blocks_with_an_index_attribute_never_fall_back_to_eager(device, block, expected) -> None:
+    model, twin = pair(*(block(i) for i in range(40)))
+    ft.offload(model, streaming(model, 0.5), compile_fn=lambda m: torch.compile(m, backend="eager"))
+    om = to_inference(model, device)
+    assert graphs() == expected
+    report = om.compile_report()
+    assert report.eager == 0 and report.compiled == expected and report.shared == 40 - expected
+    twin = twin.to(device)
+    x = inputs(device)
+    assert torch.equal(model(x), twin(x))
+    om.replan(0.6)
+    assert torch.equal(model(x), twin(x))
+    assert graphs() == expected
+
+
+def test_bump_raises_limits_and_never_lowers_them() -> None:
+    bump_dynamo_limits_for_compiled_offload(100)
+    assert torch._dynamo.config.recompile_limit >= 100
+    high = torch._dynamo.config.recompile_limit
+    bump_dynamo_limits_for_compiled_offload(1)
+    assert torch._dynamo.config.recompile_limit == high
+
+
+def test_a_new_input_shape_recompiles_once_and_stays_right(device) -> None:
+    model, twin = external(device)
+    for rows in (16, 24, 32, 40):
+        x = inputs(device, rows)
+        assert torch.equal(model(x), twin(x))
+    made = graphs()
+    for rows in (16, 24, 32, 40):
+        x = inputs(device, rows)
+        assert torch.equal(model(x), twin(x))
+    assert graphs() == made
