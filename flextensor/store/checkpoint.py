@@ -13,11 +13,12 @@ import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
+from flextensor.checkpoint_files import INDEX, CheckpointFileError, CheckpointTensor, listed_files, read_tensors
 from flextensor.store.errors import MissingWeightError, StoreError
 from flextensor.store.file_format import DTYPES
 from flextensor.store.filling import Reader, thread_count
@@ -27,19 +28,7 @@ from flextensor.store.sources import tree_hash
 
 log = logging.getLogger(__name__)
 
-_MOST_HEADER = 100_000_000
 _BLOB = re.compile(r"^[0-9a-f]{64}$")
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor in a file: ``start`` and ``nbytes`` in bytes of the file."""
-
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
 
 
 class SafetensorsSource:
@@ -59,16 +48,21 @@ class SafetensorsSource:
     ) -> None:
         self._names = dict(names or {})
         self._dtype = dtype
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, CheckpointTensor] = {}
         self._used: dict[Path, os.stat_result] = {}
         self._files: dict[Path, int] = {}
         for file in checkpoint_files(Path(directory)):
-            self._entries.update(_read_header(file))
+            try:
+                self._entries.update({tensor.name: tensor for tensor in read_tensors(file)})
+            except CheckpointFileError as error:
+                raise StoreError(f"{error}; download it again") from error
+            except OSError as error:
+                raise StoreError(f"cannot read {file}: {error.strerror}") from error
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """The checkpoint's keys."""
-        return tuple(self._entries)
+    def entries(self) -> Mapping[str, CheckpointTensor]:
+        """The checkpoint's tensors by key."""
+        return MappingProxyType(self._entries)
 
     def check(self, layout: Layout) -> None:
         for tensor in layout.tensors:
@@ -78,10 +72,11 @@ class SafetensorsSource:
                     f"weight {tensor.name!r} has shape {tensor.shape}, checkpoint key {self._key(tensor.name)!r} in "
                     f"{entry.file} has {entry.shape}; is it another model?"
                 )
-            if entry.dtype != tensor.dtype and self._dtype != tensor.dtype:
+            stored = _dtype_of(entry)
+            if stored != tensor.dtype and self._dtype != tensor.dtype:
                 raise MissingWeightError(
                     f"weight {tensor.name!r} is {tensor.dtype}, checkpoint key {self._key(tensor.name)!r} in "
-                    f"{entry.file} is {entry.dtype}; pass dtype={tensor.dtype} to cast it on the way"
+                    f"{entry.file} is {stored}; pass dtype={tensor.dtype} to cast it on the way"
                 )
             self._used.setdefault(entry.file, os.stat(entry.file))
 
@@ -93,9 +88,9 @@ class SafetensorsSource:
 
     def open(self, tensor: StoredTensor) -> tuple[Reader, bool]:
         entry = self._entry(tensor)
-        fd = self._descriptor(entry.file)
+        fd, stored = self._descriptor(entry.file), _dtype_of(entry)
         plain = _is_row_major(tensor)
-        if entry.dtype == tensor.dtype and plain:
+        if stored == tensor.dtype and plain:
 
             def read(target: torch.Tensor, start: int) -> None:
                 _read_exactly(fd, target, entry.start + start, entry.file)
@@ -106,16 +101,16 @@ class SafetensorsSource:
             def cast(target: torch.Tensor, start: int) -> None:
                 first = start // tensor.dtype.itemsize
                 count = target.numel() // tensor.dtype.itemsize
-                buffer = torch.empty(count * entry.dtype.itemsize, dtype=torch.uint8, device="cpu")
-                _read_exactly(fd, buffer, entry.start + first * entry.dtype.itemsize, entry.file)
-                target.view(tensor.dtype).copy_(buffer.view(entry.dtype))
+                buffer = torch.empty(count * stored.itemsize, dtype=torch.uint8, device="cpu")
+                _read_exactly(fd, buffer, entry.start + first * stored.itemsize, entry.file)
+                target.view(tensor.dtype).copy_(buffer.view(stored))
 
             return cast, True
 
         def permute(target: torch.Tensor, start: int) -> None:
             buffer = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
             _read_exactly(fd, buffer, entry.start, entry.file)
-            typed_view(target, tensor).copy_(buffer.view(entry.dtype).view(entry.shape))
+            typed_view(target, tensor).copy_(buffer.view(stored).view(entry.shape))
 
         return permute, False
 
@@ -141,7 +136,7 @@ class SafetensorsSource:
     def _key(self, name: str) -> str:
         return self._names.get(name, name)
 
-    def _entry(self, tensor: StoredTensor) -> _Entry:
+    def _entry(self, tensor: StoredTensor) -> CheckpointTensor:
         key = self._key(tensor.name)
         entry = self._entries.get(key)
         if entry is None:
@@ -160,25 +155,18 @@ def checkpoint_files(directory: Path) -> list[Path]:
     """
     if directory.is_file():
         return [directory]
-    single = directory / "model.safetensors"
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise StoreError(f"{index} is not an index of shards ({error!r}); download it again") from error
-        missing = [name for name in names if not (directory / name).is_file()]
-        if missing:
-            raise StoreError(
-                f"{index} names {missing[0]!r}, which is not there ({len(missing)} of {len(names)} missing)"
-            )
-        return [directory / name for name in names]
-    if single.is_file():
-        return [single]
-    found = sorted(directory.glob("*.safetensors"))
-    if not found:
+    try:
+        files = listed_files(directory)
+    except CheckpointFileError as error:
+        raise StoreError(f"{error}; download it again") from error
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise StoreError(
+            f"{directory / INDEX} names {missing[0]!r}, which is not there ({len(missing)} of {len(files)} missing)"
+        )
+    if not files:
         raise StoreError(f"no safetensors checkpoint in {directory}; save the model with safe_serialization=True")
-    return found
+    return list(files)
 
 
 def file_hash(path: Path) -> str:
@@ -231,29 +219,12 @@ def _hash_now(path: Path) -> str:
         return "tree:" + tree_hash(size, lambda start, end: view[start:end], pool)
 
 
-def _read_header(file: Path) -> dict[str, _Entry]:
-    entries = {}
-    try:
-        with open(file, "rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            size = os.fstat(stream.fileno()).st_size
-            if length > min(size, _MOST_HEADER):
-                raise ValueError("its header is longer than the file")
-            header = json.loads(stream.read(length))
-        for key, value in header.items():
-            if key == "__metadata__":
-                continue
-            start, end = value["data_offsets"]
-            shape = tuple(value["shape"])
-            if value["dtype"] not in DTYPES:
-                raise ValueError(f"{key!r} has the unknown dtype {value['dtype']!r}")
-            dtype = DTYPES[value["dtype"]]
-            if torch.Size(shape).numel() * dtype.itemsize != end - start or 8 + length + end > size or start < 0:
-                raise ValueError(f"{key!r} does not have the bytes of its shape; the file may be cut off")
-            entries[key] = _Entry(file, dtype, shape, 8 + length + start, end - start)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreError(f"{file} is not a safetensors file: {error}; download it again") from error
-    return entries
+def _dtype_of(entry: CheckpointTensor) -> torch.dtype:
+    if entry.dtype not in DTYPES:
+        raise MissingWeightError(
+            f"checkpoint key {entry.name!r} in {entry.file} is {entry.dtype}, which torch has no type for; convert it"
+        )
+    return DTYPES[entry.dtype]
 
 
 def _is_row_major(tensor: StoredTensor) -> bool:

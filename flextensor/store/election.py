@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import socket
+import stat
 import time
 from dataclasses import dataclass
 
@@ -54,9 +55,13 @@ class Election:
         Raises StoreAccessError when the file is another user's, who could keep us waiting for ever, or no file.
         """
         try:
-            owner = os.lstat(path).st_uid
-            if owner != os.geteuid():
-                raise StoreAccessError(f"{path} belongs to user {owner}, not to {os.geteuid()}; use another shm_dir")
+            there = os.lstat(path)
+            if there.st_uid != os.geteuid():
+                raise StoreAccessError(
+                    f"{path} belongs to user {there.st_uid}, not to {os.geteuid()}; use another shm_dir"
+                )
+            if not stat.S_ISREG(there.st_mode):
+                raise StoreAccessError(f"{path} is no regular file; remove it")
         except FileNotFoundError:
             pass
         try:

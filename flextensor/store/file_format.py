@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flextensor.checkpoint_files import MOST_HEADER
 from flextensor.store.checksum import Checksum
 from flextensor.store.errors import StoreCorruptError
 from flextensor.store.layout import PAGE, TENSOR_ALIGNMENT, Layout, StoredTensor, is_dense, round_up, storage_shape
@@ -22,8 +23,6 @@ from flextensor.store.mapping import page_size
 VERSION = "1"
 _PAD = "__padding__."
 _METADATA = "__metadata__"
-_MOST_HEADER = 100_000_000
-"""What the safetensors library accepts."""
 _MOST_DATA = 1 << 50
 """A size with as many digits as any will have."""
 
@@ -48,6 +47,9 @@ SAFETENSORS_NAMES: dict[torch.dtype, str] = {
 }
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _PLAIN_BYTES = "U8"
+_TORCH_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if type(dtype) is torch.dtype
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def read_manifest(fd: int, path: str) -> Manifest:
     size = os.fstat(fd).st_size
     start = os.pread(fd, 8, 0)
     length = int.from_bytes(start, "little")
-    if len(start) < 8 or length > min(size, _MOST_HEADER) or (length + 8) % PAGE:
+    if len(start) < 8 or length > min(size, MOST_HEADER) or (length + 8) % PAGE:
         raise StoreCorruptError(f"{path} is not a store file (no page-aligned safetensors header); remove it")
     try:
         header = json.loads(os.pread(fd, length, 8))
@@ -116,7 +118,7 @@ def read_manifest(fd: int, path: str) -> Manifest:
             header_bytes=length + 8,
             data_bytes=round_up(length + 8 + layout.nbytes, page_size(fd)) - length - 8,
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise StoreCorruptError(f"{path}: its manifest cannot be read ({error!r}); remove it") from error
     if manifest.file_bytes != size:
         raise StoreCorruptError(f"{path} has {size} bytes, its manifest says {manifest.file_bytes}; remove it")
@@ -134,7 +136,9 @@ def first_difference(found: Layout, wanted: Layout) -> str:
         if other != tensor:
             return f"weight {name!r} is {other}, wanted {tensor}"
     extra = [name for name in found.by_name if name not in wanted.by_name]
-    return f"weight {extra[0]!r} is not wanted" if extra else ""
+    if extra:
+        return f"weight {extra[0]!r} is not wanted"
+    return "" if found.nbytes == wanted.nbytes else f"it has {found.nbytes} bytes, wanted {wanted.nbytes}"
 
 
 def _header_json(
@@ -182,11 +186,11 @@ def _decode_layout(data: dict[str, Any]) -> Layout:
     tensors = []
     end = 0
     for name, unit, dtype_name, shape, stride, offset, nbytes in data["tensors"]:
-        dtype = getattr(torch, dtype_name)
+        dtype = _TORCH_DTYPES[dtype_name]
         tensor = StoredTensor(str(name), str(unit), dtype, tuple(shape), tuple(stride), offset, nbytes)
         numbers = (*tensor.shape, *tensor.stride, offset, nbytes)
-        if not isinstance(dtype, torch.dtype) or not all(type(n) is int and n >= 0 for n in numbers):
-            raise ValueError(f"weight {name!r} has a wrong dtype or size")
+        if not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError(f"weight {name!r} has a wrong size")
         elements = 1
         for size in tensor.shape:
             elements *= size
@@ -202,4 +206,7 @@ def _decode_layout(data: dict[str, Any]) -> Layout:
         tensors.append(tensor)
     if type(data["nbytes"]) is not int or data["nbytes"] < end:
         raise ValueError("the data is shorter than its tensors")
-    return Layout(tuple(tensors), data["nbytes"])
+    layout = Layout(tuple(tensors), data["nbytes"])
+    if len(layout.by_name) != len(tensors):
+        raise ValueError("two weights have one name")
+    return layout
