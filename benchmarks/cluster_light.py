@@ -39,18 +39,24 @@ class LightWorker:
             refusal="",
             steps=self._gate.steps,
             step_seconds=0.0,
+            incarnation=1,
+            longest_busy_seconds=self._gate.longest_busy_seconds,
+            slowest_step_seconds=0.0,
             weight_bytes=0,
             streamed_bytes=0,
+            gpu=None,
+            engines=(),
         )
 
-    def propose(self, number: int, budget: Any, plan: Any, transfer: Any) -> Any:
+    def propose(self, number: int, budget: Any, plans: Any, transfer: Any, wait: float) -> Any:
         """A plan of no bytes."""
         empty = SimpleNamespace(weight_bytes=0, resident_bytes=0, streamed_bytes=0, prediction=None)
-        return SimpleNamespace(rank=self._rank, plan=empty, other_bytes=0, before_step_seconds=0.0)
+        plans = {f"worker-{self._rank}": empty}
+        return SimpleNamespace(rank=self._rank, plans=plans, plan=empty, other_bytes=0, before_step_seconds=0.0)
 
-    def prepare(self, number: int, epoch: int, plan: Any, budget: Any, timeout: float) -> None:
+    def prepare(self, number: int, epoch: int, plans: Any, budget: Any, timeout: float, stands_at: int | None) -> None:
         """Stand at a step boundary."""
-        self._gate.close(number, timeout)
+        self._gate.close(number, timeout, stands_at=stands_at)
         self._prepared = (number, epoch)
 
     def commit(self, number: int) -> float:

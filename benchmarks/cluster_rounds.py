@@ -23,6 +23,7 @@ from cluster.messages import (
     Budget,
     CoordinatorOptions,
     Measurement,
+    Plans,
     Proposal,
     ReplanOutcome,
     ReplanRequest,
@@ -43,12 +44,12 @@ class SeatedCoordinator(Coordinator):
 
     async def seat(self, handles: Sequence[Any], states: Sequence[Any], plans: Sequence[Plan | None]) -> None:
         """Members 0 .. n - 1, on these plans in epoch 1."""
-        self._epoch = 1
-        epoch = self._history.begin(1, "seated", None)
+        self._replans.epoch = 1
+        epoch = self._replans.history.begin(1, "seated", None)
         for rank, (handle, state, plan) in enumerate(zip(handles, states, plans, strict=True)):
-            self._members[rank] = Member(rank, handle, state=state, joined=True, seen=time.monotonic())
+            self._roster.members[rank] = Member(rank, handle, state=state, joined=True, seen=time.monotonic())
             if plan is not None:
-                epoch.put(rank, plan, None)
+                epoch.put(rank, {f"worker-{rank}": plan}, None)
 
 
 def light_rounds(count: int, *, rounds: int = 30, step_seconds: float = 0.0) -> dict[str, Any]:
@@ -164,17 +165,22 @@ class SimulatedWorker:
     def _measure(self, number: int) -> Measurement:
         # Two workers a GPU: the coordinator has to find who shares a link.
         state = self._state_now()
-        return Measurement(self._rank, state.node, state.device, self._curve)
+        return Measurement(self._rank, state.node, state.device, self._curve, self._curve)
 
-    def _propose(self, number: int, budget: Budget, plan: Plan | None, transfer: TransferCurve | None) -> Any:
+    def _propose(
+        self, number: int, budget: Budget, plans: Plans | None, transfer: TransferCurve | None, wait: float
+    ) -> Any:
         seconds = 0.0
-        if plan is None:
+        if plans is None:
             assert transfer is not None
             self.planned_for = transfer.bandwidth
             plan, seconds = self._solved(budget, transfer.bandwidth)
-        return _Later(Proposal(self._rank, plan, 0, 0.1), seconds)
+            plans = {f"worker-{self._rank}": plan}
+        return _Later(Proposal(self._rank, plans, 0, 0.1), seconds)
 
-    def _prepare(self, number: int, epoch: int, plan: Plan, budget: Budget, timeout: float) -> None:
+    def _prepare(
+        self, number: int, epoch: int, plans: Plans, budget: Budget, timeout: float, stands_at: int | None
+    ) -> None:
         self._staged = epoch
 
     def _commit(self, number: int) -> float:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
-from cluster.messages import Budget, EpochRecord
-from flextensor.planner.plan import Plan
+from cluster.messages import Budget, EpochRecord, Plans, main_plan
 
 KEPT_EPOCHS = 16
 
 
 @dataclass
 class Epoch:
-    """One epoch: what is told of it, and each rank's plan and budget."""
+    """One epoch: what is told of it, and each rank's plans and budget. before_step_seconds: what a step of the slowest
+    worker took last in the epoch before."""
 
     record: EpochRecord
-    plans: dict[int, Plan] = field(default_factory=dict)
+    before_step_seconds: float = 0.0
+    plans: dict[int, Plans] = field(default_factory=dict)
     budgets: dict[int, Budget] = field(default_factory=dict)
 
-    def put(self, rank: int, plan: Plan, budget: Budget) -> None:
-        """A worker is on this plan. The slowest prediction is the epoch's."""
-        self.plans[rank], self.budgets[rank] = plan, budget
-        times = [plan.prediction.step_seconds for plan in self.plans.values() if plan.prediction is not None]
+    def put(self, rank: int, plans: Plans, budget: Budget) -> None:
+        """A worker is on these plans. The slowest prediction is the epoch's."""
+        self.plans[rank], self.budgets[rank] = plans, budget
+        told = [main_plan(plans).prediction for plans in self.plans.values()]
+        times = [one.step_seconds for one in told if one is not None]
         self.record = replace(self.record, predicted_step_seconds=max(times, default=0.0))
 
     def measured(self, step_seconds: float) -> None:
@@ -60,7 +62,7 @@ class PlanHistory:
         """A new epoch is in force. ``before``: what a step took in the one that ends."""
         if self.latest is not None and not self.latest.record.measured_step_seconds:
             self.latest.measured(before)
-        epoch = Epoch(EpochRecord(number, time.time(), reason, budget, 0.0, parked_seconds=parked))
+        epoch = Epoch(EpochRecord(number, time.time(), reason, budget, 0.0, parked_seconds=parked), before)
         self._epochs = [*self._epochs[-KEPT_EPOCHS + 1 :], epoch]
         return epoch
 

@@ -20,6 +20,7 @@ from cluster.coordinator import NAME
 from cluster.job_spec import JobSpec, Work, keep_choice, kept_choice
 from cluster.leases import LeaseQueue, by_length
 from cluster.messages import CoordinatorOptions, JobProgress, Lease, LeaseResult, RunStatus, WorkerStart
+from cluster.options import coordinator_settings, require_ranks
 from cluster.pool import WorkerPool, first_line
 from cluster.session import (
     RunFile,
@@ -187,7 +188,8 @@ def run_job(
     """Run all items that the journal lacks; returns what ``collect`` makes of the end.
 
     on_choice: told the batch size before the first lease, where it is chosen here. Raises NoWorkers when no worker is
-    left, TaskError when no batch size works; what is finished is in the journal then.
+    left, TaskError when no batch size works (what is finished is in the journal then), ConfigError for a lockstep group
+    with a rank that the run does not have.
     """
     kept = kept_choice(spec)
     fixed = kept.batch_size if kept is not None else spec.batch_size
@@ -213,9 +215,11 @@ def run_job(
         )
         return make_worker(start, num_gpus=spec.num_gpus)
 
-    coordinator = make_coordinator(
-        CoordinatorOptions(namespace=session.namespace, events_path=str(spec.events), **spec.coordinator)
+    options = CoordinatorOptions(
+        namespace=session.namespace, events_path=str(spec.events), **coordinator_settings(spec.coordinator)
     )
+    require_ranks(options.lockstep, range(workers))
+    coordinator = make_coordinator(options)
     ray.get(coordinator.start.remote(), timeout=60)
     pool = WorkerPool(make, workers=workers, coordinator=coordinator, sample=sample[0], hold=fixed == "auto")
     timeout = STOP_TIMEOUT

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from cluster.options import CoordinatorOptions
+from cluster.states import Budget, DeviceSample, EngineState, HostSample, WorkerPhase, WorkerState
 from flextensor.config import OffloadConfig
 from flextensor.planner.plan import Plan, Prediction
 from flextensor.profile import TransferCurve
@@ -12,10 +14,8 @@ from flextensor.profile import TransferCurve
 Item = dict[str, Any]
 """One input of a task, read from the prompts file; ``id`` identifies it."""
 
-Budget = int | float | None
-"""Weights on the device: bytes (int), a fraction of the model's weights (float), or None: latency mode."""
-
-WorkerPhase = Literal["starting", "loading", "ready", "closed"]
+Plans = dict[str, Plan]
+"""A worker's plans, by the name of the offload manager that executes each; its own manager's comes first."""
 
 
 @dataclass(frozen=True)
@@ -47,146 +47,68 @@ class WorkerStart:
 
 
 @dataclass(frozen=True)
-class DeviceSample:
-    """What NVML says of one GPU. A field that the driver does not answer is None.
-
-    energy_joules counts from the driver's start. throttle names the reasons why clocks are held down now.
-    """
-
-    uuid: str
-    name: str
-    pcie_generation: int | None = None
-    pcie_width: int | None = None
-    pcie_receive_bytes_per_second: float | None = None
-    pcie_send_bytes_per_second: float | None = None
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    sm_clock_hz: float | None = None
-    memory_clock_hz: float | None = None
-    throttle: tuple[str, ...] = ()
-    power_watts: float | None = None
-    energy_joules: float | None = None
-    temperature_celsius: float | None = None
-    utilisation: float | None = None
-
-    @property
-    def link_nominal_bytes_per_second(self) -> float | None:
-        """PCIe's raw rate one way: lanes times the generation's rate, encoding taken off."""
-        lane = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-        if self.pcie_generation is None or self.pcie_width is None or self.pcie_generation not in lane:
-            return None
-        return lane[self.pcie_generation] * self.pcie_width
-
-
-@dataclass(frozen=True)
-class HostSample:
-    """The worker's process and its node. ``pss_bytes`` counts each shared page once over all sharers (0: unknown)."""
-
-    rss_bytes: int
-    pss_bytes: int
-    available_bytes: int
-    total_bytes: int
-
-
-@dataclass(frozen=True)
-class WorkerState:
-    """One worker, now. Timings are medians of the recent steps; ``predicted`` is the plan's own prediction.
-
-    incarnation grows when the process is started again. busy_seconds: how long the model's thread has been without
-    a step boundary or a finished lease (0 when idle or parked); it grows without bound when the worker hangs.
-    refusal: why the last committed plan could not be put in force (the one before is then).
-    weight_bytes, resident_bytes: on the device, weights that no plan manages included; so does total_bytes.
-    weights_pss_bytes: this process's part of the node's memory for the host store (sharers divided).
-    """
-
-    rank: int
-    incarnation: int
-    pid: int
-    node: str
-    device: str
-    phase: WorkerPhase
-    note: str = ""
-    epoch: int = 0
-    paused: bool = False
-    parked: bool = False
-    refusal: str = ""
-    busy: bool = False
-    busy_seconds: float = 0.0
-    lease: int | None = None
-    steps: int = 0
-    budget: Budget = None
-    weight_bytes: int = 0
-    resident_bytes: int = 0
-    streamed_bytes: int = 0
-    total_bytes: int = 0
-    copied_bytes_total: int = 0
-    step_seconds: float = 0.0
-    stall_seconds: float = 0.0
-    compute_seconds: float = 0.0
-    transfer_seconds: float = 0.0
-    link_bytes_per_second: float = 0.0
-    predicted: Prediction | None = None
-    weights_pss_bytes: int = 0
-    host: HostSample | None = None
-    gpu: DeviceSample | None = None
-
-    @property
-    def stall_share(self) -> float:
-        """The share of a step that compute waits for copies."""
-        return self.stall_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
-
-
-@dataclass(frozen=True)
 class Assignment:
     """What the run has agreed on, told to a worker that joins.
 
-    plan: the one to take; None where the run has none for this rank: then, with ``solve``, the worker makes one for
-    ``budget``, and else it keeps its own first plan.
+    plans: the ones to take; None where the run has none for this rank: then, with ``solve``, the worker makes them for
+    ``budget``, and else it keeps its own first ones. step_index: the number that its next step has in its lockstep
+    group (None: it is in none).
     """
 
     epoch: int
-    plan: Plan | None
+    plans: Plans | None
     budget: Budget
     solve: bool
     paused: bool
+    step_index: int | None = None
 
 
 @dataclass(frozen=True)
 class Joined:
-    """The plan that a joining worker is on now, and why it is not the assigned one ("" when it is)."""
+    """The plans that a joining worker is on now, and why they are not the assigned ones ("" when they are)."""
 
-    plan: Plan
+    plans: Plans
     budget: Budget
     refused: str
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A worker's link, measured now beside the running steps. ``device``: the same text on one node: one link."""
+    """A worker's link. ``device``: the same text on one node: one link.
+
+    transfer: measured now, beside the running steps and while all other workers measure. alone: as it was measured at
+    set-up, while this worker ran nothing else.
+    """
 
     rank: int
     node: str
     device: str
     transfer: TransferCurve
+    alone: TransferCurve
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan that a worker has solved and checked for a round. other_bytes: weights on its device that no plan manages.
-    before_step_seconds: what a step took lately."""
+    """The plans that a worker has solved and checked for a round. other_bytes: weights on its device that no plan
+    manages. before_step_seconds: what a step of its own manager took lately."""
 
     rank: int
-    plan: Plan
+    plans: Plans
     other_bytes: int
     before_step_seconds: float
+
+    @property
+    def plan(self) -> Plan:
+        """The worker's own manager's."""
+        return main_plan(self.plans)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A worker stands at a step boundary and waits for the decision. ``step``: steps that it has run so far."""
+    """A worker stands at a step boundary and waits for the decision. step_index: the number of its next step."""
 
     rank: int
-    step: int
+    step_index: int
     waited_seconds: float
 
 
@@ -225,6 +147,7 @@ class ReplanOutcome:
     ``reason`` says why (a dry run is not committed and has an empty reason).
 
     round_seconds: prepare until the last commit was answered. parked_seconds: the longest that a worker stood.
+    step_indexes: the number of the first step under the new plans, of each worker in a lockstep group.
     """
 
     committed: bool
@@ -235,6 +158,7 @@ class ReplanOutcome:
     measure_seconds: float = 0.0
     round_seconds: float = 0.0
     parked_seconds: float = 0.0
+    step_indexes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -323,7 +247,7 @@ class EpochRecord:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A snapshot of a run, as ``flextensor status`` shows it."""
+    """A snapshot of a run, as ``flextensor status`` shows it. joules_an_item: of all its GPUs (None: not known)."""
 
     namespace: str
     epoch: int
@@ -332,28 +256,12 @@ class RunStatus:
     job: JobProgress
     epochs: tuple[EpochRecord, ...] = ()
     missing: tuple[str, ...] = field(default=())
+    joules_an_item: float | None = None
 
 
-@dataclass(frozen=True)
-class CoordinatorOptions:
-    """How the coordinator behaves; times are seconds.
+def main_plan(plans: Plans) -> Plan:
+    """The plan of the worker's own manager."""
+    return next(iter(plans.values()))
 
-    hang: a worker whose model thread shows no step boundary for so long is started again.
-    automatic: replan without being asked when the measured step leaves the prediction by ``drift`` (a share), at most
-        once in ``minimum_interval``.
-    rollback_margin: a new plan whose measured step is slower than the old one's by more than this share is rolled
-        back (None: never).
-    """
 
-    namespace: str
-    events_path: str | None = None
-    poll: float = 1.0
-    measure_timeout: float = 60.0
-    prepare_timeout: float = 30.0
-    commit_timeout: float = 30.0
-    hang: float = 600.0
-    automatic: bool = False
-    drift: float = 0.25
-    minimum_interval: float = 60.0
-    rollback_margin: float | None = 0.25
-    rollback_steps: int = 40
+__all__ = ["Budget", "CoordinatorOptions", "DeviceSample", "EngineState", "HostSample", "WorkerPhase", "WorkerState"]

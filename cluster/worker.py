@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,20 @@ import ray
 
 from cluster.batch_size import BatchTrial, TrialRequest
 from cluster.checkpoints import ItemCheckpoints
+from cluster.engines import Engines
 from cluster.gate import GateTimeout, StepGate, StepStopped
 from cluster.messages import (
     Assignment,
     BatchPoint,
     Budget,
+    DeviceSample,
+    EngineState,
     Item,
     Joined,
     Lease,
     LeaseResult,
     Measurement,
+    Plans,
     Prepared,
     Proposal,
     WorkerPhase,
@@ -36,18 +39,14 @@ from cluster.messages import (
     WorkerState,
 )
 from cluster.packing import resolve_task
+from cluster.switching import Refused, Switching
 from cluster.task import Task, TaskContext, TaskError
 from cluster.telemetry import DeviceTelemetry, HostTelemetry, cuda_uuid
-from flextensor.planner.plan import Plan
 from flextensor.profile import TransferCurve
 
 logger = logging.getLogger(__name__)
 
 control = ray.method(concurrency_group="control")
-
-
-class Refused(RuntimeError):
-    """A worker will not take part in a round; the message says why. The old plan stays in force."""
 
 
 class Worker:
@@ -59,14 +58,11 @@ class Worker:
         self._gate = StepGate()
         self._phase: WorkerPhase = "starting"
         self._note = ""
-        self._budget: Budget = start.budget
         self._lease: int | None = None
         self._task: Task | None = None
         self._manager: Any = None
-        self._plan: Plan | None = None
-        self._round = 0
-        self._prepared: tuple[int, int, Plan, Budget] | None = None
-        self._round_lock = threading.Lock()
+        self._engines = Engines(start.manager_name, start.budget, self._gate.boundary)
+        self._switching = Switching(start.rank, self._gate, self._engines)
         self._host = HostTelemetry()
         self._gpu = DeviceTelemetry(None)
         self._device = "host"
@@ -108,7 +104,7 @@ class Worker:
             )
         )
         self._manager = flextensor.get_offload_manager(start.manager_name)
-        self._manager.on_step_boundary(self._gate.boundary)
+        self._engines.find()
         self._say("warming up")
         task.warm_up(sample)
         if self._manager.phase != "inference":
@@ -116,7 +112,7 @@ class Worker:
                 f"task {start.task!r}: after warm_up the manager is still in phase {self._manager.phase!r}; "
                 f"run {self._manager.iters_before_inference} steps there"
             )
-        self._plan = self._manager.plan
+        self._engines.find()
         self._task = task
         self._phase = "ready"
         self._say("")
@@ -137,7 +133,7 @@ class Worker:
     def settle_batch_size(self, size: int) -> None:
         """Take the plan that was solved for this size from the next step on."""
         if self._trial is not None:
-            self._plan = self._trial.settle(size)
+            self._engines.took(self._trial.settle(size))
             self._trial = None
 
     def run(self, lease: Lease) -> LeaseResult:
@@ -188,6 +184,7 @@ class Worker:
         task, self._task = self._task, None
         if task is not None and hasattr(task, "close"):
             task.close()
+        self._engines.close()
         if self._manager is not None:
             self._manager = None
             flextensor.release(name=self._start.manager_name)
@@ -213,118 +210,107 @@ class Worker:
             "parked": self._gate.parked,
             "busy": self._gate.busy,
             "busy_seconds": self._gate.busy_seconds(),
+            "longest_busy_seconds": self._gate.longest_busy_seconds,
             "lease": self._lease,
             "steps": self._gate.steps,
-            "budget": self._budget,
+            "step_index": self._gate.index,
+            "budget": self._engines.budget,
             "host": self._host.sample(),
             "gpu": self._gpu.sample(),
         }
         if (manager := self._manager) is not None:
-            state |= _engine_state(manager)
+            state |= _engine_state(self._engines.states())
+            state |= {
+                "device_free_bytes": manager.device.free_bytes(),
+                "device_total_bytes": manager.device.total_bytes(),
+                "link_nominal_bytes_per_second": _nominal(manager.device, state["gpu"]),
+            }
             state["weights_pss_bytes"] = self._host.weights_pss(manager.hosting.store)
         return WorkerState(**state)
 
     @control
-    def plan(self) -> tuple[Plan, Budget]:
-        """The plan in force, or staged to be at the next step, and its budget."""
+    def plans(self) -> tuple[Plans, Budget]:
+        """The plans in force, or staged to be at the next step, and their budget."""
         self._ready()
-        assert self._plan is not None
-        return self._plan, self._budget
+        return self._engines.plans, self._engines.budget
 
     @control
     def measure(self, round_number: int) -> Measurement:
         """Measure the link now, beside the running steps and, called on all at once, beside the other workers."""
         manager = self._ready()
-        self._admit(round_number)
-        transfer: TransferCurve = manager.measure_transfer()
-        return Measurement(self._start.rank, socket.gethostname(), self._device, transfer)
-
-    @control
-    def propose(self, round_number: int, budget: Budget, plan: Plan | None, transfer: TransferCurve | None) -> Proposal:
-        """Solve for ``budget`` on a link with the curve ``transfer`` (or take ``plan`` as it is); check that it fits.
-
-        Raises BudgetError and what the manager's ``check`` raises; nothing has changed then.
-        """
-        manager = self._ready()
-        self._admit(round_number)
-        if plan is None:
-            plan = self._solved(budget, transfer)
-        manager.check(plan)
-        return Proposal(
+        self._switching.admit(round_number)
+        return Measurement(
             rank=self._start.rank,
-            plan=plan,
-            other_bytes=manager.profile.other_bytes,
-            before_step_seconds=manager.live().step_seconds,
+            node=socket.gethostname(),
+            device=self._device,
+            transfer=self._engines.measure(),
+            alone=manager.profile.transfer,
         )
 
     @control
-    def prepare(self, round_number: int, epoch: int, plan: Plan, budget: Budget, timeout: float) -> Prepared:
-        """Come to a step boundary and stand there until ``commit`` or ``abort``.
+    def propose(
+        self,
+        round_number: int,
+        budget: Budget,
+        plans: Plans | None,
+        transfer: TransferCurve | None,
+        wait: float = 0.0,
+    ) -> Proposal:
+        """Solve plans for ``budget``, and for ``transfer`` in place of the profile's curve (or take ``plans`` as they
+        are); check that they fit. wait: seconds a step that this worker waits for its lockstep group.
+
+        Raises BudgetError and what a manager's ``check`` raises; nothing has changed then.
+        """
+        self._ready()
+        return self._switching.propose(round_number, budget, plans, transfer, wait)
+
+    @control
+    def hold(self, round_number: int) -> int:
+        """Begin no further step until ``prepare``, ``commit`` or ``abort``; the number of the next one.
+
+        Waits for nothing.
+        Raises Refused for a round that is over already.
+        """
+        self._ready()
+        return self._switching.hold(round_number)
+
+    @control
+    def prepare(
+        self,
+        round_number: int,
+        epoch: int,
+        plans: Plans,
+        budget: Budget,
+        timeout: float,
+        stands_at: int | None = None,
+    ) -> Prepared:
+        """Come to a step boundary (the one before step ``stands_at``, where given) and stand there until ``commit`` or
+        ``abort``.
 
         Raises Refused for a round that is over already, GateTimeout when no step ends within ``timeout`` seconds.
         """
-        manager = self._ready()
-        with self._round_lock:
-            self._admit(round_number)
-            self._round = round_number
-        manager.check(plan)
-        waited = self._gate.close(round_number, timeout)
-        with self._round_lock:
-            if self._round != round_number:
-                self._gate.open(round_number)
-                raise Refused(f"round {round_number} was ended while worker {self._start.rank} came to its boundary")
-            self._prepared = (round_number, epoch, plan, budget)
-        return Prepared(self._start.rank, self._gate.steps, waited)
+        self._ready()
+        return self._switching.prepare(round_number, epoch, plans, budget, timeout, stands_at)
 
     @control
     def commit(self, round_number: int) -> float:
-        """Take the prepared plan at this boundary and go on; the seconds that the worker stood so far.
+        """Take the prepared plans at this boundary and go on; the seconds that the worker stood so far.
 
         Raises Refused when the worker no longer stands for this round.
         """
-        with self._round_lock:
-            prepared = self._prepared
-            if prepared is None or prepared[0] != round_number or not self._gate.is_closed_by(round_number):
-                raise Refused(f"worker {self._start.rank} does not stand prepared for round {round_number}")
-            _, epoch, plan, budget = prepared
-            self._ready().stage(plan, epoch=epoch)
-            self._plan, self._budget = plan, budget
-            self._prepared = None
-        stood = self._gate.parked_seconds()
-        self._gate.open(round_number)
-        return stood
+        self._ready()
+        return self._switching.commit(round_number)
 
     @control
     def abort(self, round_number: int) -> None:
-        """Go on with the old plan; this round's number and earlier ones are refused from now on."""
-        with self._round_lock:
-            self._round = max(self._round, round_number + 1)
-            self._prepared = None
-        self._gate.open(round_number)
+        """Go on with the old plans; this round's number and earlier ones are refused from now on."""
+        self._switching.abort(round_number)
 
     @control
     def join(self, assignment: Assignment) -> Joined:
-        """Take what the run has agreed on, before the first lease; where it does not fit, keep the own plan."""
-        manager = self._ready()
-        if assignment.paused:
-            self._gate.pause()
-        plan, refused = assignment.plan, ""
-        try:
-            if plan is None and assignment.solve:
-                plan = self._solved(assignment.budget, None)
-            if plan is not None:
-                manager.check(plan)
-                self._budget = assignment.budget
-        except (RuntimeError, ValueError) as error:
-            plan, refused = None, str(error)
-        self._plan = plan or self._plan
-        assert self._plan is not None
-        with self._round_lock:
-            manager.stage(self._plan, epoch=assignment.epoch)
-            self._prepared, number = None, self._round
-        # No round runs while a worker joins: a gate that is closed waits for a commit that never got here.
-        self._gate.open(number)
-        return Joined(self._plan, self._budget, refused)
+        """Take what the run has agreed on, before the first lease; where it does not fit, keep the own plans."""
+        self._ready()
+        return self._switching.join(assignment)
 
     @control
     def pause(self, on: bool) -> None:
@@ -344,15 +330,6 @@ class Worker:
             raise Refused(f"worker {self._start.rank} is {self._phase}, not ready")
         return self._manager
 
-    def _admit(self, round_number: int) -> None:
-        if round_number < self._round:
-            raise Refused(f"round {round_number} is over; worker {self._start.rank} is at round {self._round}")
-
-    def _solved(self, budget: Budget, transfer: TransferCurve | None) -> Plan:
-        profile = self._manager.current_profile(transfer)
-        plan: Plan = self._manager.solve(budget, profile)
-        return plan
-
 
 def _budget_settings(budget: Budget) -> dict[str, Any]:
     if budget is None:
@@ -360,28 +337,33 @@ def _budget_settings(budget: Budget) -> dict[str, Any]:
     return {"budget_bytes": budget} if isinstance(budget, int) else {"budget_fraction": budget}
 
 
-def _engine_state(manager: Any) -> dict[str, Any]:
-    plan, live = manager.plan, manager.live()
-    state: dict[str, Any] = {
-        "epoch": manager.epoch,
-        "refusal": manager.refusal,
-        "copied_bytes_total": live.copied_bytes_total,
-        "step_seconds": live.step_seconds,
-        "stall_seconds": live.stall_seconds,
-        "compute_seconds": live.compute_seconds,
-        "transfer_seconds": live.transfer_seconds,
-        "link_bytes_per_second": live.link_bytes_per_second,
+def _engine_state(engines: tuple[EngineState, ...]) -> dict[str, Any]:
+    """The worker's own manager's timings, and what all managers have together."""
+    main = engines[0]
+    refused = [f"{one.name}: {one.refusal}" if one is not main else one.refusal for one in engines if one.refusal]
+    return {
+        "engines": engines,
+        "epoch": max(one.epoch for one in engines),
+        "refusal": "; ".join(refused),
+        "step_seconds": main.step_seconds,
+        "stall_seconds": main.stall_seconds,
+        "compute_seconds": main.compute_seconds,
+        "transfer_seconds": main.transfer_seconds,
+        "link_bytes_per_second": main.link_bytes_per_second,
+        "streamed_bytes": main.streamed_bytes,
+        "predicted": main.predicted,
+        "copied_bytes_total": sum(one.copied_bytes_total for one in engines),
+        "total_bytes": sum(one.total_bytes for one in engines),
+        "weight_bytes": sum(one.weight_bytes for one in engines),
+        "resident_bytes": sum(one.resident_bytes for one in engines),
     }
-    if manager.profile is not None and plan is not None:
-        other = manager.profile.other_bytes
-        state |= {
-            "total_bytes": manager.profile.total_bytes + other,
-            "weight_bytes": plan.weight_bytes + other,
-            "resident_bytes": plan.resident_bytes + other,
-            "streamed_bytes": plan.streamed_bytes,
-            "predicted": plan.prediction,
-        }
-    return state
+
+
+def _nominal(device: Any, gpu: DeviceSample | None) -> float:
+    if gpu is not None:
+        return gpu.link_nominal_bytes_per_second or 0.0
+    link = getattr(device, "link", None)  # the host device's
+    return float(link.bytes_per_second) if link is not None else 0.0
 
 
 __all__ = ["GateTimeout", "Refused", "StepStopped", "Worker"]

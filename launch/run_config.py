@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +9,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from cluster.messages import CoordinatorOptions
+from cluster.options import coordinator_settings
 from cluster.parquet_files import journal_of
 from flextensor.config import (
     ConfigError,
@@ -61,7 +60,7 @@ class RunConfig(BaseModel):
     offload: dict[str, Any] = Field(default_factory=dict)
     """Settings of ``flextensor.OffloadConfig``."""
     coordinator: dict[str, Any] = Field(default_factory=dict)
-    """Settings of ``cluster.messages.CoordinatorOptions``: ``automatic``, ``drift``, ``hang`` ..."""
+    """Settings of ``cluster.options.CoordinatorOptions``: ``automatic``, ``triggers``, ``lockstep``, ``hang`` ..."""
 
     @field_validator("model", "prompts", "output", "report", mode="after")
     @classmethod
@@ -98,15 +97,7 @@ class RunConfig(BaseModel):
     @field_validator("coordinator", mode="after")
     @classmethod
     def _coordinator(cls, value: dict[str, Any]) -> dict[str, Any]:
-        known = [f.name for f in dataclasses.fields(CoordinatorOptions) if f.name not in ("namespace", "events_path")]
-        for key, setting in value.items():
-            if key not in known:
-                raise ConfigError(unknown_key_message(key, known, "coordinator setting"))
-            if not (
-                (isinstance(setting, int | float) and setting >= 0) or (key == "rollback_margin" and setting is None)
-            ):
-                raise ConfigError(f"coordinator.{key} = {setting!r}: write a number, 0 or more")
-        return value
+        return coordinator_settings(value)
 
     def __init__(self, **settings: Any) -> None:
         for key in settings:

@@ -1,8 +1,8 @@
 """Text to video with diffusers' Wan pipeline: a task that ``flextensor generate`` runs in each worker.
 
-[Note: managers] The first transformer has the worker's own manager, whose plan a run's replans change. The second one
-(``NAME-2``) takes the same budget as soon as it is called after such a replan. The text encoder (``NAME-text``) runs
-once a prompt: its blocks stream through room for two of them and are never compiled.
+[Note: managers] The first transformer has the worker's own manager; the second one (``NAME-2``) has the same budget.
+The text encoder (``NAME-text``) runs once a prompt: its blocks stream through room for two of them, a budget of its
+own, and are never compiled. A run's replans reach all three by their names (``cluster.engines``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import torch
 
     from flextensor.manager import OffloadManager
-    from flextensor.planner.plan import Plan
     from launch.wan_checkpoint import WanParts
     from launch.wan_maker import Request, VideoMaker
 
@@ -64,7 +63,6 @@ class WanT2VTask:
         self._whole: VideoMaker | None = None
         self._dtype: torch.dtype | None = None
         self._parameters: dict[str, int] = {}
-        self._followed: Plan | None = None
 
     # ---- load and warm up
 
@@ -104,8 +102,6 @@ class WanT2VTask:
                 progress=lambda progress: context.progress(str(progress)),
             )
             self._managers.append(flextensor.get_offload_manager(manager_name))
-        if len(self._managers) > 1:
-            self._managers[1].on_step_boundary(self._follow)
         self._maker = VideoMaker(parts, where, self.settings)
 
     def warm_up(self, items: Sequence[Item]) -> None:
@@ -126,7 +122,6 @@ class WanT2VTask:
             if manager.phase != "inference":
                 raise flextensor.OffloadError(f"{manager.name}: no plan after {schedule} steps of warm-up")
         self._measure_compiled(request, used)
-        self._followed = self._managers[0].plan
 
     def _measure_compiled(self, request: Request, used: Sequence[OffloadManager]) -> None:
         steps = [self.choice.compile_externally(manager) for manager in used]
@@ -155,22 +150,6 @@ class WanT2VTask:
 
     def _denoise_until(self, request: Request, schedule: int, done: Callable[[], bool]) -> None:
         self._ready().denoise(request, steps=schedule, on_step=lambda _: not done())
-
-    def _follow(self, _: int) -> None:
-        """The second transformer takes the first one's budget when that one has a new plan since the warm-up."""
-        from flextensor import BudgetError
-
-        first, second = self._managers
-        if self._followed is None or first.plan is self._followed or first.plan is None or first.profile is None:
-            return
-        self._followed = first.plan
-        if second.phase != "inference":
-            return
-        allowed = first.plan.budget_bytes
-        try:
-            second.replan(None if allowed is None else allowed + first.profile.other_bytes)
-        except BudgetError as error:
-            logger.warning("%s keeps its plan: %s", second.name, error)
 
     # ---- videos
 

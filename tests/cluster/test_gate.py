@@ -89,7 +89,7 @@ def test_close_gives_up_on_a_step_that_does_not_end_and_leaves_the_gate_open() -
 def test_a_closer_that_vanished_costs_patience_only() -> None:
     gate = StepGate(patience=0.1)
     thread = ModelThread(gate, steps=3)
-    gate.close(1, timeout=5)
+    gate.close(1, timeout=0.1)
     thread.join()
     assert thread.begun == 3
     assert not gate.is_closed_by(1), "a late commit must see that nobody stands any more"

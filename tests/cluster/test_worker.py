@@ -50,7 +50,7 @@ def test_a_committed_plan_is_in_force_at_the_next_step(worker: Worker) -> None:
     run_items(worker, "a")
     before = worker.state()
     proposal = worker.propose(1, 0.9, None, None)
-    worker.prepare(1, 2, proposal.plan, 0.9, 1.0)
+    worker.prepare(1, 2, proposal.plans, 0.9, 1.0)
     worker.commit(1)
     assert worker.state().epoch == 1
     run_items(worker, "b")
@@ -63,17 +63,17 @@ def test_a_committed_plan_is_in_force_at_the_next_step(worker: Worker) -> None:
 def test_an_aborted_round_leaves_the_old_plan_and_its_late_prepare_is_refused(worker: Worker) -> None:
     run_items(worker, "a")
     proposal = worker.propose(5, 0.9, None, None)
-    worker.prepare(5, 2, proposal.plan, 0.9, 1.0)
+    worker.prepare(5, 2, proposal.plans, 0.9, 1.0)
     worker.abort(5)
     with pytest.raises(Refused, match="does not stand prepared"):
         worker.commit(5)
     with pytest.raises(Refused, match="round 5 is over"):
-        worker.prepare(5, 2, proposal.plan, 0.9, 1.0)
+        worker.prepare(5, 2, proposal.plans, 0.9, 1.0)
     with pytest.raises(Refused, match="round 4 is over"):
         worker.measure(4)
     run_items(worker, "b")
     assert worker.state().epoch == 1
-    worker.prepare(6, 2, proposal.plan, 0.9, 1.0)
+    worker.prepare(6, 2, proposal.plans, 0.9, 1.0)
     worker.commit(6)
 
 
@@ -85,18 +85,18 @@ def test_a_budget_that_does_not_work_is_refused_before_anyone_stands(worker: Wor
 
 
 def test_a_joining_worker_takes_the_agreed_plan_or_solves_for_the_agreed_budget(worker: Worker) -> None:
-    joined = worker.join(Assignment(epoch=7, plan=None, budget=0.9, solve=True, paused=False))
+    joined = worker.join(Assignment(epoch=7, plans=None, budget=0.9, solve=True, paused=False))
     assert joined.refused == "" and joined.budget == 0.9
     run_items(worker, "a")
     assert worker.state().epoch == 7
-    again = worker.join(Assignment(epoch=8, plan=None, budget=1000, solve=True, paused=False))
-    assert "bytes are needed" in again.refused and again.plan == joined.plan and again.budget == 0.9
+    again = worker.join(Assignment(epoch=8, plans=None, budget=1000, solve=True, paused=False))
+    assert "bytes are needed" in again.refused and again.plans == joined.plans and again.budget == 0.9
 
 
 def test_a_worker_whose_commit_was_lost_goes_on_when_it_joins(worker: Worker) -> None:
     proposal = worker.propose(1, 0.9, None, None)
-    worker.prepare(1, 2, proposal.plan, 0.9, 1.0)
-    worker.join(Assignment(epoch=2, plan=proposal.plan, budget=0.9, solve=False, paused=False))
+    worker.prepare(1, 2, proposal.plans, 0.9, 1.0)
+    worker.join(Assignment(epoch=2, plans=proposal.plans, budget=0.9, solve=False, paused=False))
     began = time.monotonic()
     run_items(worker, "a")
     assert time.monotonic() - began < 20, "it stood before its gate until its patience was over"

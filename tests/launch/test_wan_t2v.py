@@ -15,7 +15,9 @@ import torch
 from PIL import Image
 
 import flextensor
+from cluster.messages import Lease, WorkerStart
 from cluster.whole_files import file_stem
+from cluster.worker import Worker
 from flextensor import registry
 from launch import wan_t2v
 from launch.model_files import TaskInputError
@@ -155,16 +157,35 @@ def test_close_leaves_only_the_workers_own_manager(namespace: str, tmp_path: Pat
     assert list(registry.names()) == ["w0"]
 
 
-def test_the_second_transformer_follows_the_firsts_new_budget(namespace: str, tmp_path: Path) -> None:
-    task = loaded(namespace, tmp_path)
-    first, second = managers("w0", "w0-2")
-    want = task.run(ITEMS)
-    assert first.plan is not None and second.plan is not None
-    epoch, streamed = second.epoch, second.plan.streamed_bytes
-    first.replan(2_600_000)
-    assert task.run(ITEMS)[0]["frames_sha256"] == want[0]["frames_sha256"]
-    assert second.plan.budget_bytes == first.plan.budget_bytes and second.epoch == epoch + 1
-    assert second.plan.streamed_bytes < streamed
+def test_a_replan_of_the_worker_reaches_both_transformers(namespace: str, tmp_path: Path) -> None:
+    start = WorkerStart(
+        namespace="unit",
+        rank=0,
+        workers=1,
+        device="host",
+        config=context(namespace).config,
+        task="launch.wan_t2v:WanT2VTask",
+        task_options={"tiny": True, **SIZES, "output_dir": str(tmp_path)},
+        budget=BUDGET,
+        store_namespace=namespace,
+    )
+    worker = Worker(start)
+    worker.setup(tuple(ITEMS))
+    try:
+        first, second, text = managers("worker-0", "worker-0-2", "worker-0-text")
+        (want,) = worker.run(Lease(0, (ITEMS[0],))).results
+        before = {m.name: (m.plan.streamed_bytes, m.plan.budget_bytes) for m in (first, second, text) if m.plan}
+        proposal = worker.propose(1, 2_600_000, None, None)
+        worker.prepare(1, 2, proposal.plans, 2_600_000, 1.0)
+        worker.commit(1)
+        (got,) = worker.run(Lease(1, (ITEMS[0],))).results
+        assert got["frames_sha256"] == want["frames_sha256"]
+        for manager in (first, second):
+            assert manager.plan is not None and manager.epoch == 2
+            assert 0 < manager.plan.streamed_bytes < before[manager.name][0]
+        assert text.plan is not None and text.epoch == 2 and text.plan.budget_bytes == before[text.name][1]
+    finally:
+        worker.close()
 
 
 def test_an_item_whose_decoding_failed_starts_from_its_latents(

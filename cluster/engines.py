@@ -1,0 +1,214 @@
+"""The offload managers of one worker: its own, and those that its task has made beside it for further models.
+
+A further manager's name begins with the worker's and a dash (``worker-0-2``). A replan reaches all of them: those whose
+configured budget is the run's get the new one each, those with a budget of their own keep it and get the new link.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from cluster.messages import Budget, EngineState, Plans
+from flextensor.planner.plan import BudgetError, Plan
+from flextensor.profile import Profile, TransferCurve
+
+if TYPE_CHECKING:
+    from flextensor.manager import OffloadManager
+
+logger = logging.getLogger(__name__)
+
+INFERENCE, RELEASED = "inference", "released"
+
+
+class Engines:
+    """``boundary``: called before each step of any of the managers, in the model's thread."""
+
+    def __init__(self, name: str, budget: Budget, boundary: Callable[[int], None]) -> None:
+        self._name = name
+        self._boundary = boundary
+        self._managers: dict[str, OffloadManager] = {}
+        self._stepped = name
+        self._agreed: Plans = {}
+        self._epoch: int | None = None
+        self.budget: Budget = budget
+
+    def find(self) -> None:
+        """Take up the managers that exist by now; each is watched from its next step on."""
+        from flextensor import registry
+
+        for name in [name for name, manager in self._managers.items() if manager.phase == RELEASED]:
+            del self._managers[name]
+        for name in registry.names():
+            if name in self._managers or not (name == self._name or name.startswith(f"{self._name}-")):
+                continue
+            manager = registry.get_offload_manager(name)
+            self._managers[name] = manager
+            manager.on_step_boundary(lambda step, manager=manager: self._at_boundary(manager, step))  # type: ignore[misc]
+
+    @property
+    def main(self) -> OffloadManager:
+        """The worker's own manager."""
+        return self._managers[self._name]
+
+    def _planned(self) -> dict[str, OffloadManager]:
+        """The managers that execute a plan, the worker's own first."""
+        names = sorted(self._managers, key=lambda name: (name != self._name, name))
+        return {name: self._managers[name] for name in names if self._managers[name].phase == INFERENCE}
+
+    def _at_boundary(self, manager: OffloadManager, step: int) -> None:
+        self._boundary(step)
+        self._stepped = manager.name
+        if self._epoch is not None and manager.phase == INFERENCE and manager.name not in self._agreed:
+            self._follow(manager, self._epoch)
+
+    def _follow(self, manager: OffloadManager, epoch: int) -> None:
+        """A model that had no plan yet when the run agreed on one: it takes the same budget now."""
+        try:
+            plan = self._solve_one(manager, self.budget, manager.current_profile())
+            self.check({manager.name: plan})
+            manager.stage(plan, epoch=epoch)
+        except BudgetError as error:
+            logger.warning("%s keeps its first plan: %s", manager.name, error)
+            assert manager.plan is not None
+            plan = manager.plan
+        self._agreed = {**self._agreed, manager.name: plan}
+
+    # ---- plans
+
+    @property
+    def plans(self) -> Plans:
+        """The plans that are in force, or staged to be at each manager's next step."""
+        found: Plans = {}
+        for name, manager in self._planned().items():
+            plan = self._agreed.get(name, manager.plan)
+            assert plan is not None
+            found[name] = plan
+        return found
+
+    @property
+    def other_bytes(self) -> int:
+        """Weights on the device that no plan manages."""
+        return sum(m.profile.other_bytes for m in self._planned().values() if m.profile is not None)
+
+    def measure(self) -> TransferCurve:
+        """The link now, as the worker's own manager would see it, from the copies of the one that ran last."""
+        latest, main = self._managers.get(self._stepped, self.main), self.main
+        now = latest.measure_transfer()
+        if latest is main:
+            return now
+        assert latest.profile is not None and main.profile is not None
+        return main.profile.transfer.scaled(latest.profile.transfer.bandwidth / now.bandwidth)
+
+    def solve(self, budget: Budget, transfer: TransferCurve | None, wait: float = 0.0) -> Plans:
+        """A plan for each manager. transfer: the link as the worker's own one sees it (None: as at set-up). wait:
+        seconds that a step of the worker's own one waits for others of its group.
+
+        Raises BudgetError with the least bytes that work.
+        """
+        main = self.main
+        assert main.profile is not None
+        slower = 1.0 if transfer is None else main.profile.transfer.bandwidth / transfer.bandwidth
+        plans: Plans = {}
+        for name, manager in self._planned().items():
+            assert manager.profile is not None
+            curve = transfer if manager is main or transfer is None else manager.profile.transfer.scaled(slower)
+            profile = manager.current_profile(curve)
+            plans[name] = self._solve_one(manager, budget, with_wait(profile, wait) if manager is main else profile)
+        return plans
+
+    def _solve_one(self, manager: OffloadManager, budget: Budget, profile: Profile) -> Plan:
+        own = manager.config
+        if _budget_of(own) != _budget_of(self.main.config):
+            budget = own.budget_bytes if own.budget_bytes is not None else own.budget_fraction
+        return manager.solve(budget, profile)
+
+    def check(self, plans: Plans) -> None:
+        """Raise BudgetError where ``plans`` do not fit the device as it is now, at every moment until each manager has
+        taken its own at its own next step."""
+        planned = self._planned()
+        for name, plan in plans.items():
+            if name in planned:
+                planned[name].check(plan)
+        if len(planned) < 2:
+            return
+        usage = {name: manager.get_gpu_memory_usage() for name, manager in planned.items()}
+        now = sum(one["weights"] for one in usage.values())
+        most = sum(
+            max(usage[name]["weights"], plans[name].weight_bytes) if name in plans else usage[name]["weights"]
+            for name in planned
+        )
+        activations = max(m.profile.activation_bytes for m in planned.values() if m.profile is not None)
+        free = max(min(one["free"] for one in usage.values()) - activations, 0)
+        if most > now + free:
+            raise BudgetError(
+                f"the plans of {', '.join(planned)} take {most} bytes for weights while they change over; "
+                f"{now + free} are available beside activations of {activations} bytes",
+                most,
+            )
+
+    def stage(self, plans: Plans, budget: Budget, epoch: int) -> None:
+        """Put ``plans`` in force, each at its manager's next step. The model's thread stands at a boundary or idles."""
+        for name, manager in self._planned().items():
+            if name in plans:
+                manager.refusal = ""
+                manager.stage(plans[name], epoch=epoch)
+        self._agreed, self._epoch, self.budget = plans, epoch, budget
+
+    def took(self, plan: Plan) -> None:
+        """The worker's own manager was given this plan outside of a round."""
+        self._agreed = {**self._agreed, self._name: plan}
+
+    # ---- what is told
+
+    def states(self) -> tuple[EngineState, ...]:
+        """Each manager now, the worker's own first."""
+        names = sorted(self._managers, key=lambda name: (name != self._name, name))
+        return tuple(_state_of(self._managers[name]) for name in names)
+
+    def close(self) -> None:
+        """Forget the managers."""
+        self._managers.clear()
+
+
+def with_wait(profile: Profile, wait: float) -> Profile:
+    """The profile of a worker that waits so many seconds for others before each step."""
+    if wait <= 0:
+        return profile
+    return profile.with_kinds(
+        replace(kind, gap=(kind.gap[0] + wait, *kind.gap[1:])) if kind.gap else kind for kind in profile.kinds
+    )
+
+
+def _budget_of(config: Any) -> tuple[Any, ...]:
+    return config.budget_bytes, config.budget_fraction, config.max_gpu_mem_fraction
+
+
+def _state_of(manager: OffloadManager) -> EngineState:
+    plan, live = manager.plan, manager.live()
+    state = EngineState(
+        name=manager.name,
+        phase=manager.phase,
+        epoch=manager.epoch,
+        refusal=manager.refusal,
+        steps=live.steps,
+        copied_bytes_total=live.copied_bytes_total,
+        step_seconds=live.step_seconds,
+        stall_seconds=live.stall_seconds,
+        compute_seconds=live.compute_seconds,
+        transfer_seconds=live.transfer_seconds,
+        link_bytes_per_second=live.link_bytes_per_second,
+    )
+    if manager.profile is None or plan is None:
+        return state
+    other = manager.profile.other_bytes
+    return replace(
+        state,
+        total_bytes=manager.profile.total_bytes + other,
+        weight_bytes=plan.weight_bytes + other,
+        resident_bytes=plan.resident_bytes + other,
+        streamed_bytes=plan.streamed_bytes,
+        predicted=plan.prediction,
+    )

@@ -1,0 +1,286 @@
+"""Replans of all workers at once: everyone moves to the new plans, or nobody does.
+
+[Note: a replan] measure: all workers measure their links at the same time, beside the running steps. propose: each
+solves and checks plans for the link that it really gets; nothing stands still until all have them. hold (lockstep
+groups only): each says which step is its next; the group agrees on the largest. prepare: each comes to a step boundary,
+those of a group to the same one, and stands. commit: one decision; each takes its plans at that boundary. Anyone
+missing, failing or late before the decision: abort, all go on with the old plans. A worker lost after it: it gets the
+plans when it joins again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError
+
+from cluster.asking import Member, RoundFailed, why
+from cluster.events import EventLog
+from cluster.history import Epoch, PlanHistory
+from cluster.messages import (
+    Assignment,
+    CoordinatorOptions,
+    ReplanOutcome,
+    ReplanRequest,
+    WorkerChange,
+    WorkerState,
+)
+from cluster.roster import Roster
+from cluster.solving import Budgets, Proposal, Proposals, Solver
+
+ABORT_TIMEOUT = 5.0
+ANSWER_SLACK = 5.0
+"""How much longer than a worker itself the coordinator waits, so that the worker's own reason arrives first."""
+CATCH_UP_ATTEMPTS = 5
+
+Proposing = Callable[[list[Member], ReplanRequest, int], Awaitable[tuple[Proposals, Budgets]]]
+
+
+class Replans:
+    """The epoch in force and the way to the next one. ``on_new``: called with a new epoch and the one before."""
+
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        roster: Roster,
+        events: EventLog,
+        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+        on_new: Callable[[Epoch, Epoch | None], None],
+    ) -> None:
+        self._options = options
+        self._roster = roster
+        self._events = events
+        self._spawn = spawn
+        self._on_new = on_new
+        self._solver = Solver(roster, options)
+        # Round numbers grow across restarts of the coordinator too: workers refuse older ones.
+        self._round = int(time.time() * 1000)
+        self.history = PlanHistory()
+        self.epoch = 0
+        self.one_at_a_time = asyncio.Lock()
+
+    # ---- what is asked for
+
+    async def replan(self, request: ReplanRequest) -> ReplanOutcome:
+        """Move every worker to new plans, or none; see the module's note."""
+        async with self.one_at_a_time:
+            return await self._replan(request, self._solve)
+
+    async def rollback(self, reason: str, *, only_from: int | None = None) -> ReplanOutcome:
+        """Move every worker back to the plans before those in force, under a new epoch's number. only_from: not when
+        another epoch than this one is in force by then."""
+        async with self.one_at_a_time:
+            if only_from is not None and self.epoch != only_from:
+                return ReplanOutcome(False, self.epoch, f"epoch {only_from} is over")
+            return await self._rollback(reason)
+
+    async def admit(self, member: Member) -> tuple[WorkerState, str]:
+        """A worker is set up: it takes what the run has agreed on. Its state before, and why it did not ("")."""
+        async with self.one_at_a_time:
+            state: WorkerState = await self._roster.ask(member, lambda m: m.handle.state.remote())
+            if self.history.latest is None:
+                self.epoch = state.epoch
+                self.history.begin(self.epoch, "first plans", state.budget)
+            index = await self._index_in_group(member)
+            joined = await self._roster.ask(member, lambda m: m.handle.join.remote(self._assignment(m.rank, index)))
+            self.in_force().put(member.rank, joined.plans, joined.budget)
+            member.joined, member.lost = True, ""
+            member.state, member.seen = state, time.monotonic()
+        return state, joined.refused
+
+    def in_force(self) -> Epoch:
+        """The epoch in force."""
+        epoch = self.history.latest
+        assert epoch is not None, "no worker has joined yet"
+        return epoch
+
+    # ---- one round, ``one_at_a_time`` held
+
+    async def _replan(self, request: ReplanRequest, proposing: Proposing) -> ReplanOutcome:
+        self._round += 1
+        number, members = self._round, self._roster.joined()
+        began = time.monotonic()
+        try:
+            self._all_there(request, members)
+            before = {m.rank: m.state for m in members}
+            proposals, budgets = await proposing(members, request, number)
+            solved = time.monotonic()
+            changes = tuple(_change(before[rank], proposals[rank]) for rank in sorted(proposals))
+            if request.dry_run:
+                self._events.write("replan_tried", round=number, asked=request.reason)
+                return ReplanOutcome(False, self.epoch, "", True, changes, solved - began)
+            indexes = await self._prepare(members, number, proposals, budgets)
+        except RoundFailed as failed:
+            there = [m for m in members if not m.lost]
+            await self._roster.ask_each(there, lambda m: m.handle.abort.remote(number), ABORT_TIMEOUT)
+            self._events.write("replan_refused", round=number, reason=str(failed), asked=request.reason)
+            return ReplanOutcome(False, self.epoch, str(failed), request.dry_run)
+        parked = await self._commit(members, number)
+        outcome = ReplanOutcome(
+            committed=True,
+            epoch=self.epoch + 1,
+            reason=request.reason,
+            changes=changes,
+            measure_seconds=solved - began,
+            round_seconds=time.monotonic() - solved,
+            parked_seconds=parked,
+            step_indexes=indexes,
+        )
+        self._take(outcome, proposals, budgets, request)
+        return outcome
+
+    async def _rollback(self, reason: str) -> ReplanOutcome:
+        target = self.history.previous
+        if target is None:
+            return ReplanOutcome(False, self.epoch, "there is no earlier plan to go back to")
+
+        async def old_plans(members: list[Member], request: ReplanRequest, number: int) -> tuple[Proposals, Budgets]:
+            return await self._solver.ask(members, number, target.budgets, target.plans), dict(target.budgets)
+
+        outcome = await self._replan(ReplanRequest(reason=reason), old_plans)
+        if outcome.committed:
+            self.history.forget_undone()
+        return outcome
+
+    def _all_there(self, request: ReplanRequest, members: list[Member]) -> None:
+        away = [m for m in self._roster.members.values() if m.joined and m.lost]
+        if away:
+            raise RoundFailed(f"worker {away[0].rank} is away ({away[0].lost}); ask again when it is back")
+        if not members:
+            raise RoundFailed("no worker is ready yet")
+        unknown = sorted(set(request.workers or ()) - {m.rank for m in members})
+        if unknown:
+            raise RoundFailed(f"there is no worker {unknown[0]}; ready: {[m.rank for m in members]}")
+
+    async def _solve(self, members: list[Member], request: ReplanRequest, number: int) -> tuple[Proposals, Budgets]:
+        return await self._solver.solve(members, request, number, self.in_force())
+
+    async def _prepare(
+        self, members: list[Member], number: int, proposals: Proposals, budgets: Budgets
+    ) -> dict[int, int]:
+        """All stand when this returns; the numbers of the next steps of those in lockstep groups.
+
+        Raises RoundFailed.
+        """
+        timeout = self._roster.boundary_timeout()
+        epoch = self.epoch + 1
+        meet = await self._meeting_points(members, number)
+        prepared = await self._roster.ask_all(
+            "prepare",
+            members,
+            lambda m: m.handle.prepare.remote(
+                number, epoch, proposals[m.rank].plans, budgets.get(m.rank), timeout, meet.get(m.rank)
+            ),
+            timeout + ANSWER_SLACK,
+        )
+        return {rank: prepared[rank].step_index for rank in meet}
+
+    async def _meeting_points(self, members: list[Member], number: int) -> dict[int, int]:
+        """For each worker of a lockstep group, the number of the step before which the group stands."""
+        grouped = [m for m in members if self._options.group_of(m.rank)]
+        if not grouped:
+            return {}
+        held = await self._roster.ask_all(
+            "hold", grouped, lambda m: m.handle.hold.remote(number), self._options.commit_timeout
+        )
+        return {rank: max(held[other] for other in self._options.group_of(rank) if other in held) for rank in held}
+
+    async def _commit(self, members: list[Member], number: int) -> float:
+        """Tell all; the decision is made. Returns the longest time that a worker stood."""
+        answers = await self._roster.ask_each(members, lambda m: m.handle.commit.remote(number))
+        parked = 0.0
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, BaseException):
+                self._events.write("commit_unanswered", rank=member.rank, error=why(answer))
+                self._spawn(self._catch_up(member))
+            else:
+                parked = max(parked, answer)
+        return parked
+
+    def _take(self, outcome: ReplanOutcome, proposals: Proposals, budgets: Budgets, request: ReplanRequest) -> None:
+        old = self.history.latest
+        self.epoch = outcome.epoch
+        asked = request.budget is not None or request.latency
+        budget = request.budget if asked else next(iter(budgets.values()), None)
+        before = self._roster.slowest_step()
+        epoch = self.history.begin(outcome.epoch, request.reason, budget, parked=outcome.parked_seconds, before=before)
+        for rank, proposal in proposals.items():
+            epoch.put(rank, proposal.plans, budgets.get(rank))
+        self._events.write(
+            "replanned",
+            epoch=outcome.epoch,
+            reason=request.reason,
+            budgets=budgets,
+            measure_seconds=round(outcome.measure_seconds, 4),
+            round_seconds=round(outcome.round_seconds, 4),
+            parked_seconds=round(outcome.parked_seconds, 4),
+            streamed_bytes={change.rank: change.streamed_bytes for change in outcome.changes},
+            weight_bytes={change.rank: change.weight_bytes for change in outcome.changes},
+            predicted_step_seconds=epoch.record.predicted_step_seconds,
+            step_indexes=outcome.step_indexes,
+        )
+        self._on_new(epoch, old)
+
+    async def _catch_up(self, member: Member) -> None:
+        """A worker that did not answer the commit takes the agreed plans now; a dead one does when it joins. One that
+        lives and refuses stays in the run, on its old plans: it is told, and the next round takes it along."""
+        error = "it did not answer"
+        for _ in range(CATCH_UP_ATTEMPTS):
+            await asyncio.sleep(self._options.poll)
+            if self._roster.members.get(member.rank) is not member or member.lost:
+                return  # dismissed, or its process is gone: it joins again
+            try:
+                async with self.one_at_a_time:
+                    joined = await self._roster.ask(
+                        member, lambda m: m.handle.join.remote(self._assignment(m.rank, None))
+                    )
+                self.in_force().put(member.rank, joined.plans, joined.budget)
+                self._events.write("caught_up", rank=member.rank, epoch=self.epoch, refused=joined.refused)
+                return
+            except RayActorError as gone:
+                self._roster.mark_lost(member, why(gone))
+                return
+            except (RayError, TimeoutError) as refused:
+                error = why(refused)
+        self._events.write("catch_up_refused", rank=member.rank, epoch=self.epoch, error=error)
+
+    # ---- what joins
+
+    def _assignment(self, rank: int, step_index: int | None) -> Assignment:
+        agreed = self.in_force()
+        return Assignment(
+            epoch=self.epoch,
+            plans=agreed.plans.get(rank),
+            budget=agreed.budgets.get(rank, agreed.record.budget),
+            solve=len(self.history) > 1,
+            paused=self._roster.paused,
+            step_index=step_index,
+        )
+
+    async def _index_in_group(self, member: Member) -> int | None:
+        """The number of the step that a worker's lockstep group is at: one that is in the midst of a step waits there
+        for the others, also for this one."""
+        group = self._options.group_of(member.rank)
+        if not group:
+            return None
+        others = [m for m in self._roster.joined() if m.rank in group and m.rank != member.rank]
+        answers = await self._roster.ask_each(others, lambda m: m.handle.state.remote())
+        states = [answer for answer in answers if not isinstance(answer, BaseException)]
+        return max((s.step_index - (1 if s.busy and not s.parked and s.step_index else 0) for s in states), default=0)
+
+
+def _change(before: WorkerState | None, proposal: Proposal) -> WorkerChange:
+    plans = proposal.plans.values()
+    return WorkerChange(
+        rank=proposal.rank,
+        before_weight_bytes=before.weight_bytes if before else 0,
+        before_streamed_bytes=before.streamed_bytes if before else 0,
+        before_step_seconds=proposal.before_step_seconds,
+        weight_bytes=sum(plan.weight_bytes for plan in plans) + proposal.other_bytes,
+        resident_bytes=sum(plan.resident_bytes for plan in plans) + proposal.other_bytes,
+        streamed_bytes=proposal.plan.streamed_bytes,
+        predicted=proposal.plan.prediction,
+    )

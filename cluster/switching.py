@@ -1,0 +1,128 @@
+"""A worker's part in a replan: what it proposes, where it stands, which plans it takes.
+
+Called by any of the worker's control threads, beside the model's thread; the step gate and the managers' thread-safe
+calls are all that both share. The rounds' numbers decide between calls that arrive late or out of order.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from cluster.engines import Engines
+from cluster.gate import StepGate
+from cluster.messages import Assignment, Budget, Joined, Plans, Prepared, Proposal
+from flextensor.profile import TransferCurve
+
+STANDS_LONGER = 60.0
+"""Seconds that a worker goes on standing after the time that all have to come to their boundaries."""
+
+
+class Refused(RuntimeError):
+    """A worker will not take part in a round; the message says why. The old plan stays in force."""
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """What a worker stands prepared for."""
+
+    round_number: int
+    epoch: int
+    plans: Plans
+    budget: Budget
+
+
+class Switching:
+    """See the module. ``rank``: the worker's, for its messages."""
+
+    def __init__(self, rank: int, gate: StepGate, engines: Engines) -> None:
+        self._rank = rank
+        self._gate = gate
+        self._engines = engines
+        self._lock = threading.Lock()
+        self._round = 0
+        self._prepared: _Staged | None = None
+
+    def admit(self, round_number: int) -> None:
+        """Raise Refused for a round that is over."""
+        if round_number < self._round:
+            raise Refused(f"round {round_number} is over; worker {self._rank} is at round {self._round}")
+
+    def propose(
+        self, round_number: int, budget: Budget, plans: Plans | None, transfer: TransferCurve | None, wait: float
+    ) -> Proposal:
+        """See ``Worker.propose``."""
+        self.admit(round_number)
+        engines = self._engines
+        engines.find()
+        if plans is None:
+            plans = engines.solve(budget, transfer, wait)
+        engines.check(plans)
+        return Proposal(self._rank, plans, engines.other_bytes, engines.main.live().step_seconds)
+
+    def hold(self, round_number: int) -> int:
+        """See ``Worker.hold``."""
+        with self._lock:
+            self.admit(round_number)
+            self._round = round_number
+            return self._gate.hold(round_number)
+
+    def prepare(
+        self, round_number: int, epoch: int, plans: Plans, budget: Budget, timeout: float, stands_at: int | None
+    ) -> Prepared:
+        """See ``Worker.prepare``."""
+        with self._lock:
+            self.admit(round_number)
+            self._round = round_number
+        self._engines.check(plans)
+        waited = self._gate.close(round_number, timeout, stands_at=stands_at, then=STANDS_LONGER)
+        with self._lock:
+            if self._round != round_number:
+                self._gate.open(round_number)
+                raise Refused(f"round {round_number} was ended while worker {self._rank} came to its boundary")
+            self._prepared = _Staged(round_number, epoch, plans, budget)
+        return Prepared(self._rank, self._gate.index, waited)
+
+    def commit(self, round_number: int) -> float:
+        """See ``Worker.commit``."""
+        with self._lock:
+            staged = self._prepared
+            if staged is None or staged.round_number != round_number or not self._gate.is_closed_by(round_number):
+                raise Refused(f"worker {self._rank} does not stand prepared for round {round_number}")
+            self._engines.stage(staged.plans, staged.budget, staged.epoch)
+            self._prepared = None
+        stood = self._gate.parked_seconds()
+        self._gate.open(round_number)
+        return stood
+
+    def abort(self, round_number: int) -> None:
+        """See ``Worker.abort``."""
+        with self._lock:
+            self._round = max(self._round, round_number + 1)
+            self._prepared = None
+        self._gate.open(round_number)
+
+    def join(self, assignment: Assignment) -> Joined:
+        """See ``Worker.join``."""
+        engines = self._engines
+        engines.find()
+        if assignment.paused:
+            self._gate.pause()
+        if assignment.step_index is not None:
+            self._gate.align(assignment.step_index)
+        plans, budget, refused = assignment.plans, assignment.budget, ""
+        try:
+            if plans is None and assignment.solve:
+                plans = engines.solve(budget, None)
+            if plans is not None:
+                engines.check(plans)
+        except (RuntimeError, ValueError) as error:
+            plans, refused = None, str(error)
+        if plans is None:
+            plans, budget = engines.plans, engines.budget
+        with self._lock:
+            engines.stage(plans, budget, assignment.epoch)
+            self._prepared, number = None, self._round
+        # No round runs while a worker joins: a gate that is closed waits for a commit that never got here.
+        self._gate.open(number)
+        return Joined(plans, budget, refused)

@@ -1,0 +1,125 @@
+"""A worker with several offload managers: a replan reaches all of them, and a step boundary of any keeps the gate."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flextensor
+from cluster.engines import with_wait
+from cluster.messages import Assignment, Lease
+from cluster.worker import Worker
+from flextensor import BudgetError, registry
+from tests.cluster.conftest import TINY_BYTES
+from tests.cluster.test_worker import start_of
+
+NAMES = ("worker-0", "worker-0-2", "worker-0-text")
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    made = Worker(start_of(task="twin_task:TwinTask"))
+    made.setup()
+    yield made
+    made.close()
+    for module in ("tiny_task", "twin_task"):
+        sys.modules.pop(module, None)
+    assert registry.names() == []
+
+
+def weights(worker: Worker) -> dict[str, int]:
+    return {one.name: one.weight_bytes for one in worker.state().engines}
+
+
+def run_item(worker: Worker, **item: object) -> bool:
+    (result,) = worker.run(Lease(0, ({"id": "a", **item},))).results
+    return bool(result["same"])
+
+
+def test_a_replan_reaches_every_manager_and_one_with_a_budget_of_its_own_keeps_it(worker: Worker) -> None:
+    assert run_item(worker)
+    before = weights(worker)
+    proposal = worker.propose(1, 0.9, None, None)
+    assert tuple(proposal.plans) == NAMES
+    worker.prepare(1, 2, proposal.plans, 0.9, 1.0)
+    worker.commit(1)
+    assert run_item(worker)
+    state = worker.state()
+    after = weights(worker)
+    assert {one.name: one.epoch for one in state.engines if one.name in NAMES} == dict.fromkeys(NAMES, 2)
+    for name in NAMES[:2]:
+        assert before[name] <= 0.5 * TINY_BYTES < after[name] <= 0.9 * TINY_BYTES
+    assert before[NAMES[2]] == after[NAMES[2]] <= 300_000
+    assert state.weight_bytes == sum(after.values()) and state.epoch == 2
+    assert all(one.copied_bytes_total > 0 for one in state.engines if one.name in NAMES)
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2], ids=["text", "first", "second"])
+def test_a_step_boundary_of_any_manager_keeps_the_gate(worker: Worker, wanted: int) -> None:
+    """Six steps each of the text model, the first and the second one, 30 ms apart."""
+    proposal = worker.propose(1, 0.8, None, None)
+    began = worker.state().steps
+    thread = threading.Thread(target=run_item, args=(worker,), kwargs={"seconds": 0.03})
+    thread.start()
+    deadline = time.monotonic() + 10
+    while worker.state().steps < began + 6 * wanted + 2 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    prepared = worker.prepare(1, 2, proposal.plans, 0.8, 5.0)
+    stood = worker.state()
+    assert began + 6 * wanted < stood.steps <= began + 6 * (wanted + 1) and stood.parked
+    time.sleep(0.1)
+    assert worker.state().steps == stood.steps == prepared.step_index
+    assert worker.commit(1) > 0.09
+    thread.join(20)
+    assert worker.state().steps == began + 18 and not worker.state().refusal
+
+
+def test_a_model_that_gets_its_first_plan_later_takes_the_runs_budget(worker: Worker) -> None:
+    proposal = worker.propose(1, 0.9, None, None)
+    worker.prepare(1, 2, proposal.plans, 0.9, 1.0)
+    worker.commit(1)
+    assert run_item(worker, late=True) and run_item(worker, late=True)
+    late = next(one for one in worker.state().engines if one.name.endswith("-late"))
+    assert late.epoch == 2 and 0.5 * TINY_BYTES < late.weight_bytes <= 0.9 * TINY_BYTES
+    plans, budget = worker.plans()
+    assert "worker-0-late" in plans and budget == 0.9
+
+
+def test_a_joining_worker_takes_the_plans_of_all_its_managers(worker: Worker) -> None:
+    joined = worker.join(Assignment(epoch=5, plans=None, budget=0.8, solve=True, paused=False))
+    assert tuple(joined.plans) == NAMES and joined.refused == ""
+    run_item(worker)
+    assert {one.epoch for one in worker.state().engines if one.name in NAMES} == {5}
+
+
+def test_plans_that_fit_one_by_one_but_not_together_are_refused(worker: Worker) -> None:
+    manager = flextensor.get_offload_manager("worker-0")
+    proposal = worker.propose(1, 0.9, None, None)
+    grown = {
+        name: plan.weight_bytes - flextensor.get_offload_manager(name).get_gpu_memory_usage()["weights"]
+        for name, plan in proposal.plans.items()
+    }
+    activations = max(flextensor.get_offload_manager(name).profile.activation_bytes for name in NAMES)  # type: ignore[union-attr]
+    room = max(grown.values()) + activations + 4096
+    assert sum(grown.values()) + activations > room
+    taken = manager.device.allocate(manager.device.free_bytes() - room)
+    try:
+        with pytest.raises(BudgetError, match=r"worker-0, worker-0-2, worker-0-text take \d+ bytes"):
+            worker.propose(2, 0.9, None, None)
+    finally:
+        del taken
+
+
+def test_the_wait_for_a_group_is_a_part_of_each_step(worker: Worker) -> None:
+    profile = flextensor.get_offload_manager("worker-0").current_profile()
+    waiting = with_wait(profile, 0.5)
+    for kind, was in zip(waiting.kinds, profile.kinds, strict=True):
+        assert kind.gap[0] == pytest.approx(was.gap[0] + 0.5) and kind.gap[1:] == was.gap[1:]
+    plan = worker.propose(1, None, None, None, 0.5).plan
+    assert plan.prediction is not None and plan.prediction.step_seconds > 0.5
