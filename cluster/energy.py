@@ -19,7 +19,7 @@ class EnergyMeter:
     def look(self, states: Iterable[WorkerState], job: JobProgress) -> None:
         """Take the counters as the workers told them last. A counter that has gone back (the driver was loaded anew)
         counts from there."""
-        if not job.started or job.finished:
+        if not job.started:
             return
         if self._done_before is None:
             self._done_before = job.done

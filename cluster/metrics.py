@@ -43,7 +43,7 @@ class RunMetrics:
         self._link.set(state.link_bytes_per_second, tags)
         if state.link_nominal_bytes_per_second:
             self._nominal.set(state.link_nominal_bytes_per_second, tags)
-            self._link_share.set(state.link_bytes_per_second / state.link_nominal_bytes_per_second, tags)
+            self._link_share.set(state.link_share, tags)
         self._resident.set(state.resident_bytes, tags)
         self._streamed.set(state.streamed_bytes, tags)
         self._epoch.set(state.epoch, tags)

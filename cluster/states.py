@@ -145,6 +145,12 @@ class WorkerState:
         return self.stall_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
 
     @property
+    def link_share(self) -> float:
+        """The rate of the copies over the link's own rate (0: not known)."""
+        nominal = self.link_nominal_bytes_per_second
+        return self.link_bytes_per_second / nominal if nominal > 0 else 0.0
+
+    @property
     def slowest_step_seconds(self) -> float:
         """A step of the slowest of its managers, as measured, or predicted where none was."""
         return max((_step_of(engine) for engine in self.engines), default=self.step_seconds)

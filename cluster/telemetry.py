@@ -6,6 +6,7 @@ An index never joins the two: CUDA_VISIBLE_DEVICES, Ray and the driver each numb
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,6 +31,9 @@ _THROTTLE = {
     "nvmlClocksThrottleReasonSwPowerCap": "power cap",
 }
 
+SAMPLE_INTERVAL = 0.5
+"""Seconds for which a sample is good, however many ask: the driver measures PCIe's throughput for 20 ms a call."""
+
 PSS_INTERVAL = 10.0
 """Seconds between two walks over the page tables: one of 60 GB of small pages takes a while."""
 
@@ -50,12 +54,16 @@ def cuda_uuid(index: int = 0) -> str | None:
 
 
 class DeviceTelemetry:
-    """NVML's view of the GPU with a given UUID. Where NVML is absent or fails, metrics are off: one warning."""
+    """NVML's view of the GPU with a given UUID. Where NVML is absent, or fails at any later call, metrics are off from
+    then on, with one warning. Any thread may ask."""
 
     def __init__(self, uuid: str | None) -> None:
         self._handle: Any = None
         self._nvml: Any = None
         self._name = ""
+        self._lock = threading.Lock()
+        self._last: DeviceSample | None = None
+        self._last_at = float("-inf")
         self.uuid = uuid or ""
         if uuid is None:
             return
@@ -77,22 +85,32 @@ class DeviceTelemetry:
         return self._handle is not None
 
     def sample(self) -> DeviceSample | None:
-        """The GPU now; None when metrics are off. A single field that the driver refuses is None."""
-        nvml, handle = self._nvml, self._handle
-        if handle is None:
-            return None
-        try:
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        except Exception as error:
-            self._off(error)
-            return None
+        """The GPU at most SAMPLE_INTERVAL seconds ago; None when metrics are off.
+
+        A field that this GPU does not have is None.
+        """
+        with self._lock:
+            if self._handle is None:
+                return None
+            if time.monotonic() - self._last_at >= SAMPLE_INTERVAL:
+                try:
+                    self._last = self._sampled(self._nvml, self._handle)
+                except Exception as error:  # ctypes and bindings of other versions raise what they like
+                    self._off(error)
+                    return None
+                self._last_at = time.monotonic()
+            return self._last
+
+    def _sampled(self, nvml: Any, handle: Any) -> DeviceSample:
+        absent = getattr(nvml, "NVMLError_NotSupported", ())
 
         def ask(question: Callable[[], T]) -> T | None:
             try:
                 return question()
-            except nvml.NVMLError:
+            except absent:
                 return None
 
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         receive = ask(lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES) * 1e3)
         send = ask(lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES) * 1e3)
         reasons = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))) or 0
@@ -116,7 +134,8 @@ class DeviceTelemetry:
 
     def close(self) -> None:
         """Give NVML back."""
-        nvml, self._nvml, self._handle = self._nvml, None, None
+        with self._lock:
+            nvml, self._nvml, self._handle = self._nvml, None, None
         if nvml is not None:
             try:
                 nvml.nvmlShutdown()

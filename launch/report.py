@@ -31,7 +31,8 @@ class RunReport:
     """Sizes are bytes, times seconds.
 
     weights_bytes: the weights in the host store. weights_pss_bytes: host memory for them, over all processes, by node.
-    batch_size: the size that was chosen by measuring, and the curve that it was chosen from.
+    batch_size: the size that was chosen by measuring, and the curve that it was chosen from. joules_an_item: of all
+    GPUs together, from their energy counters (None: not known).
     """
 
     created: float
@@ -46,12 +47,14 @@ class RunReport:
     weights_pss_bytes: dict[str, int]
     verify: dict[str, Any] | None
     batch_size: dict[str, Any] | None = None
+    joules_an_item: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, the derived figures included."""
         data = asdict(self)
         for row, state in zip(data["workers"], self.workers, strict=True):
             row["stall_share"] = state.stall_share
+            row["link_share"] = state.link_share
         data["job"]["tokens_per_second"] = self.job.tokens_per_second
         data["weights_copies_in_host_memory"] = self.copies
         return data
@@ -107,7 +110,9 @@ class RunReport:
                 f"{words.milliseconds(epoch.measured_step_seconds)}"
             )
         job = self.job
-        console.print(f"{job.done} items done now, {job.skipped} before, {job.failed} with an error; {words.rate(job)}")
+        energy = f"; {self.joules_an_item:.1f} J an item" if self.joules_an_item is not None else ""
+        done = f"{job.done} items done now, {job.skipped} before, {job.failed} with an error"
+        console.print(f"{done}; {words.rate(job)}{energy}")
         if self.verify is not None:
             console.print(_verify_words(self.verify))
 
@@ -138,10 +143,10 @@ def collect_report(config: RunConfig, device: str, end: JobEnd) -> RunReport:
         states.append(state)
     try:
         status: RunStatus = ray.get(pool.coordinator.status.remote(), timeout=WORKER_TIMEOUT)
-        epochs = status.epochs
+        epochs, joules = status.epochs, status.joules_an_item
     except ray.exceptions.RayError as error:
         logger.warning("no epochs in the report: the coordinator does not answer: %s", error)
-        epochs = ()
+        epochs, joules = (), None
     return RunReport(
         created=time.time(),
         device=device,
@@ -155,6 +160,7 @@ def collect_report(config: RunConfig, device: str, end: JobEnd) -> RunReport:
         weights_pss_bytes={detail["node"]: detail["weights_pss_bytes"] for detail in details if "node" in detail},
         verify=verify_leases(end) if config.verify else None,
         batch_size=asdict(end.choice) if end.choice is not None else None,
+        joules_an_item=joules,
     )
 
 

@@ -71,6 +71,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     data = asdict(status)
     for row, state in zip(data["workers"], status.workers, strict=True):
         row["stall_share"] = state.stall_share
+        row["link_share"] = state.link_share
     data["job"]["tokens_per_second"] = status.job.tokens_per_second
     return data
 
@@ -89,6 +90,7 @@ def status_view(status: RunStatus) -> RenderableType:
         table,
         Text(
             f"{job.skipped + job.done}/{job.total} items, {job.failed} failed, {job.tokens_per_second:.1f} tokens/s"
+            + (f", {status.joules_an_item:.1f} J an item" if status.joules_an_item is not None else "")
             + (f"; host memory for weights: {words.size(weights)}" if weights else "")
         ),
     ]
@@ -96,8 +98,13 @@ def status_view(status: RunStatus) -> RenderableType:
     return Group(*lines)
 
 
+def _link(state: WorkerState) -> str:
+    """Measured against the link's own rate, GB/s."""
+    nominal = state.link_nominal_bytes_per_second
+    return f"{state.link_bytes_per_second / 1e9:.2f}" + (f"/{nominal / 1e9:.3g}" if nominal else "")
+
+
 def _row(state: WorkerState) -> tuple[str, ...]:
-    nominal = state.gpu.link_nominal_bytes_per_second if state.gpu else None
     device = f"{state.gpu.name.removeprefix('NVIDIA ')} {state.gpu.uuid[-6:]}" if state.gpu else state.device
     who = f"{state.rank} {state.node}"
     if state.predicted is None or state.phase != "ready":
@@ -110,6 +117,6 @@ def _row(state: WorkerState) -> tuple[str, ...]:
         words.size(state.streamed_bytes),
         f"{state.step_seconds * 1e3:.1f}/{state.predicted.step_seconds * 1e3:.1f}",
         f"{state.stall_share:.0%}",
-        f"{state.link_bytes_per_second / 1e9:.2f}" + (f"/{nominal / 1e9:.0f}" if nominal else ""),
+        _link(state),
         words.size(state.host.pss_bytes) if state.host else "-",
     )

@@ -1,0 +1,141 @@
+"""Replans that nobody asked for, set off through real workers; and a plan that was a mistake."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+
+from flextensor.config import OffloadConfig
+from tests.cluster.conftest import TINY_OPTIONS, Run
+from tests.cluster.test_batch_job import answers_of, events_of, items_of, status_of
+from tests.cluster.test_coordinator import replan, run_with
+
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
+
+LINK = 2e7
+SLOW_LINK = 4e6
+MEMORY = 4 << 20
+
+
+def config() -> OffloadConfig:
+    """Every step is timed, and copies of a tiny unit take milliseconds: figures settle within a few steps."""
+    return OffloadConfig(host_link_bytes_per_second=LINK, host_memory_bytes=MEMORY, offload_timing="eager")
+
+
+def in_worker(run: Run, rank: int, change: Callable[[Any], None]) -> None:
+    ray.get(run.pool.slots[rank].handle.__ray_call__.remote(change), timeout=30)
+
+
+def set_link(bandwidth: float) -> Callable[[Any], None]:
+    def change(worker: Any) -> None:
+        worker._manager.device.link.bytes_per_second = bandwidth
+
+    return change
+
+
+def fill_memory(worker: Any) -> None:
+    """All of the device but 1 %: 2 % are to stay free."""
+    device = worker._manager.device
+    worker._filled = device.allocate(device.free_bytes() - device.total_bytes() // 100)
+
+
+def await_event(run: Run, what: Callable[[dict[str, Any]], bool], seconds: float = 40.0) -> dict[str, Any]:
+    """The first event of the run's log that ``what`` is true for."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found = [event for event in events_of(run) if what(event)]
+        if found:
+            return found[0]
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds:.0f} s; events: {events_of(run)[-5:]}")
+
+
+def finish(run: Run) -> None:
+    """No more items; those under way are answered."""
+    queue = run.job._queue
+    while (lease := queue.take()) is not None:
+        queue.finish(lease.number)
+
+
+def assert_answers_right(run: Run) -> None:
+    from tiny_task import expected
+
+    answers = answers_of(run)
+    want = expected([item for item in run.items if item["id"] in answers], TINY_OPTIONS)
+    assert len(want) > 4 and {key: answer["text"] for key, answer in answers.items()} == want
+
+
+def triggered(kind: str, words: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda event: event["event"] == "triggered" and event["kind"] == kind and words in event["reason"]
+
+
+def replanned(words: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda event: event["event"] == "replanned" and words in event["reason"]
+
+
+def test_members_links_and_memory_that_change_are_planned_for(start_run: Callable[..., Run]) -> None:
+    run = start_run(
+        items_of(4000, steps=4, seconds=0.002),
+        config=config(),
+        budget=0.9,
+        automatic=True,
+        minimum_interval=0.5,
+        triggers=("members", "link", "memory"),
+        rollback_margin=None,
+    )
+
+    def work() -> None:
+        await_event(run, replanned("workers 0, 1 joined"))
+
+        in_worker(run, 0, set_link(SLOW_LINK))
+        await_event(run, replanned("worker 0's link gives"))
+
+        before = status_of(run).workers[0].weight_bytes
+        in_worker(run, 0, fill_memory)
+        told = await_event(run, replanned("worker 0's device has"))
+        assert told["weight_bytes"]["0"] < before and told["budgets"]["1"] == 0.9
+        assert await_event(run, triggered("memory", "device has"))["rank"] == 0
+
+        old = status_of(run).workers[1]
+        os.kill(old.pid, signal.SIGKILL)
+        await_event(run, replanned("worker 1 joined"))
+        assert status_of(run).workers[1].incarnation != old.incarnation
+
+        ray.get(run.coordinator.dismiss.remote(1), timeout=30)
+        await_event(run, replanned("worker 1 left"))
+        finish(run)
+
+    run_with(run, work)
+    assert_answers_right(run)
+    times = [event["time"] for event in events_of(run) if event["event"] == "triggered"]
+    assert len(times) >= 5 and all(b - a >= 0.45 for a, b in itertools.pairwise(times))
+
+
+def test_a_plan_that_is_worse_than_the_one_before_is_rolled_back(start_run: Callable[..., Run]) -> None:
+    run = start_run(items_of(4000, steps=4, seconds=0.002), config=config(), rollback_steps=12)
+
+    def work() -> None:
+        outcome = replan(run, budget=0.9)
+        await_event(run, lambda event: event["event"] == "measured" and event["epoch"] == outcome.epoch)
+        better = replan(run)
+        assert better.committed, better.reason
+        for rank in (0, 1):
+            in_worker(run, rank, set_link(SLOW_LINK))
+        told = await_event(run, lambda event: event["event"] == "rolling_back")
+        assert told["epoch"] == better.epoch and "ms a step, the one before took" in told["reason"]
+        back = await_event(run, replanned(told["reason"]))
+        assert back["epoch"] == better.epoch + 1 and back["budgets"] == {"0": 0.9, "1": 0.9}
+        time.sleep(1.0)
+        finish(run)
+
+    run_with(run, work)
+    assert_answers_right(run)
+    status = status_of(run)
+    assert {state.epoch for state in status.workers} == {status.epoch}
