@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -113,10 +114,23 @@ def _measure(given: argparse.Namespace, put: Any) -> None:
             sweep.count_later_graphs()
             if not number:  # the first one's start is cold
                 put("start", sweep.start.as_json())
+                if device.type == "cuda" and given.one == "compile_fn":
+                    put("row", _graph_row(sweep, settings.trace_target).as_json())
         finally:
             sweep.close()
             del sweep  # its weights, before the next model is built
             torch._dynamo.reset()
+
+
+def _graph_row(sweep: Any, target: str) -> Row:
+    """Last in its process: a capture that fails may leave the GPU's context unusable."""
+    try:
+        row: Row = sweep.graph_row(target)
+        return row
+    except Exception as error:
+        traceback.print_exc()
+        how = f"failed: {type(error).__name__}: {error}".splitlines()[0]
+        return Row(f"{sweep.name}-graph", sweep.tokens, target, status=how)
 
 
 # ---- all paths
@@ -145,13 +159,14 @@ def run_all(given: argparse.Namespace) -> int:
                 "repeats": given.repeats,
                 "seconds_a_block": given.seconds,
                 "tiny": given.tiny,
+                "diffusers": importlib.metadata.version("diffusers"),
             },
             "seconds": time.monotonic() - started,
             "starts": starts,
             "rows": [row.as_json() for row in rows],
         }
         name = "wan-tiny" if given.tiny else "wan"
-        write_results(given.output, name, data, markdown(rows, starts, found, name=name))
+        write_results(given.output, name, data, markdown(rows, starts, found, data["settings"]))
     return 1 if any(row.status.startswith(("failed", "stopped")) for row in rows) else 0
 
 

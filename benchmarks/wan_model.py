@@ -5,9 +5,7 @@ diffusers keeps a few weights in float32 beside bfloat16; so does this model. 26
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +14,9 @@ from torch import nn
 import flextensor
 from benchmarks.model import BANK_SHIFT, WINDOW_STEP, weight_bytes
 from benchmarks.ours import Settings, Sweep
-from benchmarks.stopwatch import link_bandwidth, synchronize, warm_up_gpu
+from benchmarks.rows import Row
+from benchmarks.stopwatch import back_to_back, link_bandwidth, steps_for, synchronize, warm_up_gpu
+from benchmarks.wan_start import RESIDENT, Start, StartClock, graphs_made
 from launch.compile_choice import CompileChoice
 from launch.meta_model import parameters_on_meta
 from launch.wan_checkpoint import cast_parameters
@@ -118,52 +118,25 @@ def make_inputs(shape: WanShape, video: Video, device: torch.device | str, *, se
     }
 
 
-@dataclass
-class Start:
-    """From a model in host memory to compiled steps. Seconds; ``compile_seconds`` is what Dynamo and the backend took
-    of it. graphs: made until then; later_graphs: made by the replans and steps of the whole measurement after it."""
-
-    contender: str
-    workload: str
-    first_output_seconds: float = 0.0
-    compiled_output_seconds: float = 0.0
-    compile_seconds: float = 0.0
-    graphs: int = 0
-    later_graphs: int = 0
-    compiled: int = 0
-    shared: int = 0
-    eager: int = 0
-    notes: dict[str, float] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """A plain dictionary."""
-        return dataclasses.asdict(self)
-
-
-def graphs_made() -> int:
-    """Graphs that Dynamo made in this process."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-def compile_seconds() -> float:
-    """Seconds that this process spent in Dynamo and what is under it."""
-    return float(torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0))
-
-
 def resident_start(shape: WanShape, video: Video, device: torch.device, choice: CompileChoice) -> Start:
     """The un-offloaded model, compiled block by block: what a cold start costs without us."""
     warm_up_gpu(device)
     inputs = make_inputs(shape, video, device)
     model: Any = build(shape, "cpu")
-    start, began = Start("resident", video.name), time.perf_counter()
+    clock = StartClock(Start(RESIDENT, video.name), device)
     model.to(device)
+    synchronize(device)
+    clock.part_done("move to the device")
     CompileChoice("external", choice.backend, choice.mode).compile_modules(model.blocks)
     model(**inputs)
-    synchronize(device)
-    start.first_output_seconds = start.compiled_output_seconds = time.perf_counter() - began
-    start.compile_seconds, start.graphs = compile_seconds(), graphs_made()
-    start.compiled, start.shared = start.graphs, len(model.blocks) - start.graphs
-    return start
+    clock.step_done()
+    clock.part_done("first step, compiling")
+    model(**inputs)
+    clock.step_done()
+    clock.part_done("second step")
+    clock.planned()
+    clock.start.compiled, clock.start.shared = clock.start.graphs, len(model.blocks) - clock.start.graphs
+    return clock.start
 
 
 class WanSweep(Sweep):
@@ -196,30 +169,32 @@ class WanSweep(Sweep):
         self.link = 0.0
 
     def _set_up(self, model: Any, config: flextensor.OffloadConfig) -> None:
-        start, began = self.start, time.perf_counter()
+        clock = StartClock(self.start, self.torch_device)
         self.model = flextensor.offload(model, config, self.choice.compile_fn(), name=self.name)
-        start.notes["offload"] = time.perf_counter() - began
         self.manager = flextensor.get_offload_manager(self.name)
-        for index in range(self.manager.iters_before_inference):
-            self._timed_step(began)
-            if index == 0:
-                start.first_output_seconds = time.perf_counter() - began
+        synchronize(self.torch_device)
+        clock.part_done("offload()")
+        steps = self.manager.iters_before_inference
+        for index in range(steps):
+            self.step()
+            clock.step_done()
+            if index in (0, steps - 1):
+                clock.part_done("discovery" if index == 0 else "profiling and plan")
         if self.manager.phase != "inference":
             raise RuntimeError(f"no plan after the set-up's steps; the engine is still in {self.manager.phase}")
-        for _ in range(self.choice.compile_externally(self.manager)):
-            self._timed_step(began)
-        self.choice.require_replanned(self.manager)
-        self._timed_step(began)
-        self.setup_seconds = time.perf_counter() - began
-        report = self.manager.compile_report()
-        start.compile_seconds, start.graphs = compile_seconds(), graphs_made()
-        start.compiled, start.shared, start.eager = report.compiled, report.shared, report.eager + report.pending
-
-    def _timed_step(self, began: float) -> None:
+        if self.choice.how == "external":
+            for _ in range(self.choice.compile_externally(self.manager)):
+                self.step()
+                clock.step_done()
+            self.choice.require_replanned(self.manager)
+            clock.part_done("compiling and replan")
         self.step()
-        synchronize(self.torch_device)
-        if not self.start.compiled_output_seconds and graphs_made():
-            self.start.compiled_output_seconds = time.perf_counter() - began
+        clock.step_done()
+        clock.part_done("planned step")
+        self.setup_seconds = clock.planned()
+        report = self.manager.compile_report()
+        self.start.compiled, self.start.shared = report.compiled, report.shared
+        self.start.eager = report.eager + report.pending
 
     def step(self) -> torch.Tensor:
         """One forward, as the denoising loop calls it."""
@@ -243,6 +218,44 @@ class WanSweep(Sweep):
         self._expected = self.resident_step()
         self.resident_seconds()
         self._graphs_with_twin = graphs_made()
+
+    def graph_row(self, target: str) -> Row:
+        """The whole step under ``target``'s plan as one CUDA graph that streams as it is replayed. CUDA only."""
+        plan, budget, _ = self.plan_for(target)
+        self.put_in_force(plan)
+        for _ in range(2):
+            self.step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = self.step()
+        before = self.resident_seconds()
+        once = back_to_back(graph.replay, 2, self.torch_device)
+        seconds = back_to_back(graph.replay, steps_for(self.settings.seconds, once), self.torch_device)
+        after = self.resident_seconds()
+        graph.replay()
+        synchronize(self.torch_device)
+        assert self._expected is not None
+        resident = (before + after) / 2
+        floor = max(resident, plan.streamed_bytes / self.link)
+        return Row(
+            f"{self.name}-graph",
+            self.tokens,
+            target,
+            version="this tree",
+            step_seconds=seconds,
+            step_samples=(seconds,),
+            resident_seconds=resident,
+            total_weight_bytes=self.total,
+            device_weight_bytes=self.manager.get_gpu_memory_usage()["weights"] + self.manager.hosting.other_bytes,
+            budget_bytes=budget,
+            streamed_bytes=plan.streamed_bytes,
+            link_bytes_per_second=self.link,
+            floor_seconds=floor,
+            ratio=seconds / floor,
+            predicted_seconds=None if plan.prediction is None else plan.prediction.step_seconds,
+            identical=bool(torch.equal(y, self._expected)),
+            largest_difference=float((y.float() - self._expected.float()).abs().max()),
+        )
 
     def count_later_graphs(self) -> None:
         """Add what was compiled since the twin was: by replans and timed steps."""

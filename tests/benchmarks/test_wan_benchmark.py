@@ -50,14 +50,18 @@ def test_one_graph_is_made_for_all_blocks_and_none_by_replans(data: dict[str, An
     for start in starts.values():
         assert (start["graphs"], start["later_graphs"], start["eager"]) == (1, 0, 0)
         assert start["compiled"] + start["shared"] == BLOCKS
-        assert 0 < start["compile_seconds"] < start["compiled_output_seconds"]
+        assert 0 < start["compile_seconds"] < start["compiled_output_seconds"] < start["planned_seconds"]
+        assert sum(start["parts"].values()) == pytest.approx(start["planned_seconds"], rel=0.05)
     assert starts["wan-external"]["first_output_seconds"] < starts["wan-external"]["compiled_output_seconds"]
 
 
 def test_results_and_traces_are_written(results: Path, data: dict[str, Any]) -> None:
     assert data["environment"]["torch"] == torch.__version__
     text = (results / "wan-tiny.md").read_text()
-    assert "## Cold start" in text
+    assert "## Cold start" in text and "| x resident |" in text
+    assert "Compiled with aot_eager; diffusers " in text and "Weights: " in text and "Link, " in text
+    starts = {start["contender"]: start["planned_seconds"] for start in data["starts"]}
+    assert f"| {starts['wan-external'] / starts['resident']:.2f} |" in text
     for name in ("trace-wan-compile-fn-48", "trace-wan-external-48"):
         assert (results / f"{name}.png").read_bytes().startswith(PNG) and f"{name}.png" in text
         json.loads((results / f"{name}.json").read_text())
