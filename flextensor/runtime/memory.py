@@ -6,14 +6,15 @@ arena) while a plan is in force, and at the host store otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from flextensor.planner.plan import Plan, align
+from flextensor.planner.plan import Plan
 from flextensor.runtime.device import Device, Event, Stream
+from flextensor.runtime.residents import Residents
 from flextensor.units import Weight
 
 
@@ -62,7 +63,7 @@ class DeviceWeights:
         self.table = table
         self.device = device
         self._copy = copy_stream
-        self._resident: dict[int, torch.Tensor] = {}
+        self._residents = Residents(device, [weight.nbytes for weight in table.weights])
         self._arena: torch.Tensor | None = None
         self._streamed: dict[int, int] = {}
         self.copied_bytes = 0
@@ -70,12 +71,12 @@ class DeviceWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory taken now, alignment included."""
-        arena = 0 if self._arena is None else self._arena.numel()
-        return arena + sum(align(t.numel()) for t in list(self._resident.values()))  # other threads ask, too
+        arena = self._arena
+        return self._residents.nbytes + (0 if arena is None else arena.numel())
 
     def spans(self) -> list[tuple[int, int]]:
         """The addresses (from, to) of the allocations that weights lie in."""
-        taken = [*self._resident.values(), *([] if self._arena is None else [self._arena])]
+        taken = [*self._residents.chunks(), *([] if self._arena is None else [self._arena])]
         return [(tensor.data_ptr(), tensor.data_ptr() + tensor.numel()) for tensor in taken]
 
     def slot(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -84,58 +85,75 @@ class DeviceWeights:
         return self._arena[offset : offset + nbytes]
 
     def apply(self, plan: Plan) -> int:
-        """Lay memory out as ``plan`` says and fill what is newly resident; returns the bytes moved.
+        """Lay memory out as ``plan`` says and fill what is newly resident; returns the bytes moved over the link.
 
         The caller has made the device idle. Old memory is given up before new is taken, so that no peak exceeds the
         larger plan. Raises torch.OutOfMemoryError, all weights being on the host then.
         """
-        for index in self._streamed:
-            self.table.unbind(index)
-        for index in [i for i in self._resident if i not in plan.resident]:
-            self.table.unbind(index)
-            del self._resident[index]
-        self._streamed, old_arena = {}, self._arena
-        if old_arena is None or old_arena.numel() != plan.arena_bytes:
+        before = self.nbytes
+        self._unbind(self._streamed)
+        self._streamed = {}
+        if self._arena is not None and self._arena.numel() != plan.arena_bytes:
             self._arena = None
-            del old_arena
-            self.device.release_cached()
         try:
-            self._take(plan)
+            fresh, homeless = self._keep_residents(plan.resident)
+            if self.nbytes < before:
+                self.device.release_cached()
+            with torch.inference_mode(False):
+                self._residents.grow(homeless)
+                if self._arena is None and plan.arena_bytes:
+                    self._arena = self.device.allocate(plan.arena_bytes)
         except torch.OutOfMemoryError:
             self.clear()
             raise
-        return self._fill([i for i in sorted(plan.resident) if i not in self._filled])
-
-    def _take(self, plan: Plan) -> None:
-        self._filled = set(self._resident)
-        with torch.inference_mode(False):
-            if self._arena is None and plan.arena_bytes:
-                self._arena = self.device.allocate(plan.arena_bytes)
-            for index in sorted(plan.resident):
-                if index not in self._resident:
-                    self._resident[index] = self.device.allocate(self.table.weights[index].nbytes)
-        for index, data in self._resident.items():
-            if index not in self._filled:
-                self.table.bind(index, data)
-        for index in plan.offsets:
-            self._bind_slot(index, plan.offsets[index])
+        for index in fresh:
+            self._bind(index, self._residents.data(index))
+        for index, offset in plan.offsets.items():
+            self._bind_slot(index, offset)
         self._streamed = dict(plan.offsets)
+        return self._fill(fresh)
+
+    def _keep_residents(self, wanted: frozenset[int]) -> tuple[list[int], list[int]]:
+        """Let go of what is not ``wanted`` and close the holes; returns whose bytes are to come from the host, and
+        which of those have no place yet."""
+        residents = self._residents
+        gone = [index for index in residents if index not in wanted]
+        fresh = {index for index in wanted if index not in residents}
+        self._unbind(gone)
+        residents.remove(gone)
+        with torch.inference_mode(False):
+            moves, homeless = residents.refill(fresh)
+            for move in moves:
+                self._copy.copy(move.destination, move.source)
+                self._bind(move.index, move.destination)
+        self._unbind(index for index in homeless if index not in fresh)
+        if moves:
+            self._copy.synchronize()  # their old places are given back next
+        return sorted(fresh.union(homeless)), homeless
+
+    def _unbind(self, indexes: Iterable[int]) -> None:
+        for index in indexes:
+            self.table.unbind(index)
+
+    def _bind(self, index: int, data: torch.Tensor) -> None:
+        """Point a weight at device bytes, through a storage of its own that keeps the allocation alive: two weights in
+        one storage would look to a compiler like views of each other."""
+        with torch.inference_mode(False):
+            self.table.bind(index, from_dlpack(to_dlpack(data)))
 
     def _bind_slot(self, index: int, offset: int) -> None:
-        """Point a weight at its slot, through a storage of its own that keeps the arena alive: two weights in one
-        storage would look to a compiler like views of each other."""
-        slot = self.slot(offset, self.table.weights[index].nbytes)
-        with torch.inference_mode(False):
-            self.table.bind(index, from_dlpack(to_dlpack(slot)))
+        self._bind(index, self.slot(offset, self.table.weights[index].nbytes))
 
     def _fill(self, indexes: Sequence[int]) -> int:
         """Copy resident weights in from the host, and make later compute wait for it."""
+        moved = 0
         for index in indexes:
-            self._copy.copy(self._resident[index], self.table.source(index))
+            source = self.table.source(index)
+            self._copy.copy(self._residents.data(index), source)
+            moved += source.numel()
         done: Event = self.device.new_event(timed=False)
         self._copy.record(done)
         self.device.compute_stream().wait(done)
-        moved = sum(self._resident[index].numel() for index in indexes)
         self.copied_bytes += moved
         return moved
 
@@ -143,17 +161,16 @@ class DeviceWeights:
         """These weights' host bytes or tensor objects have changed: point and, where resident, copy again. The caller
         has made the device idle."""
         for index in indexes:
-            if index in self._resident:
-                self.table.bind(index, self._resident[index])
+            if index in self._residents:
+                self._bind(index, self._residents.data(index))
             else:
                 self._bind_slot(index, self._streamed[index])
-        self._fill([index for index in indexes if index in self._resident])
+        self._fill([index for index in indexes if index in self._residents])
 
     def clear(self) -> None:
         """All weights back to the host; no device memory kept. The caller has made the device idle."""
-        for index in [*self._streamed, *self._resident]:
-            self.table.unbind(index)
-        self._streamed.clear()
-        self._resident.clear()
+        self._unbind(range(len(self.table.weights)))
+        self._streamed = {}
+        self._residents.clear()
         self._arena = None
         self.device.release_cached()

@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 import flextensor as ft
-from flextensor.planner.plan import align
 
 _names = itertools.count()
 
@@ -122,14 +121,8 @@ class Pair:
         if plan is None or plan.offsets:
             assert weights < self.model_bytes or not self.under_model, (weights, self.model_bytes)
         if self.device.type == "cpu":
-            said, really = weights - self.rounding(), usage["allocated"] - self.taken
-            assert really == said if self.exact else really <= said, (usage, self.rounding())
-
-    def rounding(self) -> int:
-        """What the manager counts on top of the bytes allocated, to round resident weights up."""
-        plan = self.manager._loader.plan
-        weights = self.manager._weights
-        return sum(align(weights[at].nbytes) - weights[at].nbytes for at in plan.resident)
+            really = usage["allocated"] - self.taken
+            assert really == weights if self.exact else really <= weights, usage
 
     def run(self, calls: int) -> None:
         """So many fresh inputs."""

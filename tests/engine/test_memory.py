@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import random
 
 import psutil
 import pytest
 import torch
 from torch import nn
 
+from flextensor.planner import ALIGNMENT, Plan, build_plan
+from flextensor.runtime import residents
 from tests.engine.conftest import MakePair
-from tests.engine.harness import noise
+from tests.engine.harness import Pair, noise
 from tests.engine.models import Blocks
 
 PAGE = 4096
@@ -85,3 +88,71 @@ def test_the_plan_says_what_the_device_holds(pair: MakePair) -> None:
         assert usage["weights"] == one.manager.plan.weight_bytes
         assert usage["allocated"] <= usage["peak"] and usage["free"] + usage["allocated"] <= usage["total"]
         assert usage["weights"] + usage["other_weights"] <= budget
+
+
+def plan_with(one: Pair, resident: set[int]) -> Plan:
+    """The plan that keeps just these weights on the device."""
+    profile = one.manager.profile
+    assert profile is not None
+    return build_plan(profile, frozenset(resident))
+
+
+def in_force(one: Pair, plan: Plan, calls: int = 2) -> int:
+    """Put ``plan`` in force, call the model, look at memory; bytes that became resident over the link."""
+    manager = one.manager
+    before, moved = manager.get_gpu_memory_usage()["weights"], manager._memory.copied_bytes
+    base = manager.device.allocated_bytes() - before
+    manager.device.reset_peak()
+    manager.stage(plan)
+    one.run(calls)
+    assert manager.plan is plan, manager.refusal
+    assert manager.get_gpu_memory_usage()["weights"] == plan.weight_bytes
+    assert all(w.tensor.data_ptr() % ALIGNMENT == 0 for w in manager._weights)
+    if one.device.type == "cpu":
+        assert manager.device.peak_bytes() - base <= max(before, plan.weight_bytes)
+    return manager._memory.copied_bytes - moved
+
+
+@pytest.mark.parametrize("chunk", [1, 20_000, residents.CHUNK_BYTES])
+def test_any_change_of_what_is_resident_is_exact_in_memory_and_bits(
+    pair: MakePair, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residents, "CHUNK_BYTES", chunk)
+    one = pair(Blocks(width=24, inner=136), noise(2, 24), link=2e10, under_model=False)
+    one.to_inference()
+    rng, weights = random.Random(chunk), one.manager._weights
+    for _ in range(14):
+        before = one.manager.plan.resident
+        plan = plan_with(one, {at for at in range(len(weights)) if rng.random() < rng.choice([0.1, 0.5, 0.9])})
+        moved = in_force(one, plan)
+        new = sum(weights[at].nbytes for at in plan.resident - before)
+        assert new <= moved <= sum(weights[at].nbytes for at in plan.resident)
+
+
+def test_weights_of_one_size_that_change_places_move_alone(pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residents, "CHUNK_BYTES", 3 * 16384)
+    one = pair(Holders([16384] * 12), noise(3), budget=0.6, link=2e10)
+    one.to_inference()
+    in_force(one, plan_with(one, set(range(9))))
+    assert in_force(one, plan_with(one, set(range(2, 11)))) == 2 * 16384, "more than what became resident"
+    assert in_force(one, plan_with(one, {2, 5, 8})) <= 3 * 16384, "more than was resident"
+    assert len(one.manager._memory._residents.chunks()) == 1
+    in_force(one, plan_with(one, set(range(9))))
+    assert in_force(one, plan_with(one, {0, 1, 3, 4, 6, 7})) == 0, "chunks fill each other's holes"
+
+
+def test_the_allocator_holds_no_more_than_the_plan_counts(pair: MakePair, device: str) -> None:
+    """One by one, weights of 11 MiB and a page would take 12 MiB each from torch's allocator."""
+    one = pair(Holders([(11 << 20) + PAGE] * 8), noise(3), budget=0.75, link=2e10)
+    manager = one.manager
+    del one.reference
+    gc.collect()
+    empty = manager.device.allocated_bytes() - manager.get_gpu_memory_usage()["weights"]
+    one.run_alone(5)
+    assert len(manager.plan.resident) >= 5
+    chunks = len(manager._memory._residents.chunks()) + 1
+    slack = 0 if device == "host" else (chunks << 20) + (1 << 20)  # the last of a megabyte, and the output
+    assert manager.device.allocated_bytes() - empty <= manager.plan.weight_bytes + slack
+    manager.release()
+    gc.collect()
+    assert manager.device.allocated_bytes() <= max(empty, 0) + (0 if device == "host" else 1 << 20)
