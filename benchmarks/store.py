@@ -1,5 +1,7 @@
 """The host store benchmark: memory of many processes, starts, filling against memcpy, and the link from the store.
 
+A start is that of an offloaded model, from the call to the end of its first planned step: weights, warm-up, plan.
+
     python -m benchmarks.store                     # a 1 GiB model
     python -m benchmarks.store --size 10.9GiB      # the model of the engine benchmark
     python -m benchmarks.store --crash-rounds 100  # and so many rounds of random deaths
@@ -12,13 +14,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import logging
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,85 +29,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from benchmarks.record import RESULTS, ROOT, environment, write_results
-from benchmarks.store_process import get_store
+from benchmarks.store_checkpoint import shape_of, write_checkpoint
+from benchmarks.store_speed import measure_link, measure_speeds
 from benchmarks.store_table import markdown, picture
 from flextensor.config import parse_bytes
 from flextensor.store.filling import thread_count
 from flextensor.store.limits import memory_limits
-from flextensor.store.mapping import map_anonymous
 
 logger = logging.getLogger(__name__)
 
-UNITS = 24
-PARTS = (0.25, 0.25, 0.25, 0.15, 0.0999, 0.0001)
-"""Shares of a unit's bytes that its tensors have."""
+START_ROUNDS = 3
 SAMPLE_SECONDS = 0.02
 PROCESS_SECONDS = 300.0
+TINY = 256 << 20
+"""Bytes of weights; results of less have a name of their own."""
 
 
 @dataclass
 class Results:
-    """All that was measured; bytes, seconds, bytes a second, copies of the weights. None where it does not apply."""
+    """All that was measured; bytes, seconds, bytes a second, copies of the weights. None where it does not apply.
+
+    speeds: one value a round. starts: one mapping a round. load: the machine's one-minute load, before and after.
+    """
 
     weight_bytes: int
     memory: list[dict[str, Any]] = field(default_factory=list)
-    starts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    memcpy_one_thread: float = 0.0
-    memcpy_all_threads: float = 0.0
-    fill: float = 0.0
-    fill_after_reserving: float = 0.0
+    starts: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    speeds: dict[str, list[float]] = field(default_factory=dict)
     link: dict[str, Any] | None = None
     crashes: dict[str, Any] | None = None
-
-
-def write_checkpoint(directory: Path, nbytes: int) -> int:
-    """A sharded checkpoint of bfloat16 weights of about ``nbytes``, a file a unit; its exact bytes of weights."""
-    bank = torch.randn(32 << 20, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    weight_map: dict[str, str] = {}
-    total = 0
-    for unit in range(UNITS):
-        tensors = {}
-        for part, share in enumerate(PARTS):
-            rows = max(1, int(nbytes / UNITS * share) // 2 // 1024)
-            start = (unit * len(PARTS) + part) * 9973
-            repeats = -(-(rows * 1024 + start) // bank.numel())
-            tensors[f"layers.{unit}.w{part}"] = (
-                bank.repeat(repeats)[start : start + rows * 1024].view(rows, 1024).clone()
-            )
-        file = f"model-{unit + 1:05}-of-{UNITS:05}.safetensors"
-        save_file(tensors, directory / file)
-        weight_map |= dict.fromkeys(tensors, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    return total
-
-
-def memcpy_speed(threads: int) -> float:
-    """Bytes a second that so many threads together copy from memory to memory, the best of five."""
-    size, piece = 1 << 30, 8 << 20
-    source, target = map_anonymous(size).fill_(1), map_anonymous(size).fill_(2)
-    best = float("inf")
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(5):
-            started = time.perf_counter()
-            pieces = range(0, size, piece)
-            list(pool.map(lambda at: ctypes.memmove(target.data_ptr() + at, source.data_ptr() + at, piece), pieces))
-            best = min(best, time.perf_counter() - started)
-    return size / best
+    load: list[float] = field(default_factory=list)
 
 
 class Process:
     """One ``benchmarks.store_process``."""
 
-    def __init__(self, kind: str, checkpoint: Path, directory: str, *, pin: bool = False) -> None:
-        command = [sys.executable, "-m", "benchmarks.store_process", kind, str(checkpoint), directory]
+    def __init__(self, kind: str, checkpoint: Path, directory: str) -> None:
         self._started = time.perf_counter()
         self._process = subprocess.Popen(
-            command + (["--pin"] if pin else []),
+            [sys.executable, "-m", "benchmarks.store_process", kind, str(checkpoint), directory],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -192,13 +154,13 @@ def measure_memory(kind: str, count: int, checkpoint: Path, directory: str, weig
     return row
 
 
-def measure_starts(checkpoint: Path, directory: str, hashes: Path, pin: bool) -> dict[str, dict[str, Any]]:
-    """Seconds to the weights: the first process (nothing known), a second one, one that replaces a killed one, and one
-    that finds a complete store after all were killed."""
+def measure_starts(checkpoint: Path, directory: str, hashes: Path) -> dict[str, dict[str, Any]]:
+    """Seconds to the end of the first planned step, imports apart: of the first process (nothing known), of a second
+    one, of one that replaces a killed one, and of one that finds a complete store after all were killed."""
     found: dict[str, dict[str, Any]] = {}
 
     def start(name: str) -> Process:
-        process = Process("shared", checkpoint, directory, pin=pin)
+        process = Process("planned", checkpoint, directory)
         imports = process.imported()
         process.go()
         found[name] = {"import_seconds": imports, **process.ready()}
@@ -219,45 +181,7 @@ def measure_starts(checkpoint: Path, directory: str, hashes: Path, pin: bool) ->
     return found
 
 
-def measure_link(checkpoint: Path, directory: str) -> dict[str, Any]:
-    """Copies of 256 MiB and of a whole unit to the GPU, from the store and from torch's pinned memory in turn."""
-    with get_store("shared", checkpoint, directory) as store:
-        units = list(store.layout.by_unit.values())
-        runs = [(unit[0].offset, unit[-1].offset + unit[-1].nbytes - unit[0].offset) for unit in units]
-        size = max(nbytes for _, nbytes in runs)
-        target = torch.empty(size, dtype=torch.uint8, device="cuda")
-        pageable = _copy_seconds(store.bytes(*runs[0]), target)
-        report = store.pin(0)
-        if not report.complete:
-            return {"reason": report.reason, "pageable": runs[0][1] / pageable}
-        own = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        ours, theirs = [], []
-        for turn in range(60):
-            offset, nbytes = runs[turn % len(runs)]
-            ours.append(nbytes / _copy_seconds(store.bytes(offset, nbytes), target))
-            theirs.append(nbytes / _copy_seconds(own[:nbytes], target))
-        return {
-            "copy_bytes": size,
-            "store": statistics.median(ours),
-            "torch_pinned": statistics.median(theirs),
-            "ratio": statistics.median(ours) / statistics.median(theirs),
-            "pageable": runs[0][1] / pageable,
-            "pin_seconds": report.seconds,
-            "pin_chunks": report.chunks,
-            "pinned_bytes": report.pinned,
-        }
-
-
-def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    target[: source.numel()].copy_(source, non_blocking=True)
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1000
-
-
-def run(size: int, counts: list[int], crash_rounds: int) -> Results:
+def run(size: int, counts: list[int], crash_rounds: int, start_rounds: int = START_ROUNDS) -> Results:
     """Everything, in temporary folders that are removed."""
     with (
         tempfile.TemporaryDirectory(prefix="flextensor-benchmark-") as temporary,
@@ -266,16 +190,10 @@ def run(size: int, counts: list[int], crash_rounds: int) -> Results:
         os.environ["XDG_CACHE_HOME"] = f"{temporary}/cache"
         checkpoint = Path(temporary) / "model"
         checkpoint.mkdir()
-        results = Results(weight_bytes=write_checkpoint(checkpoint, size))
+        results = Results(weight_bytes=write_checkpoint(checkpoint, shape_of(size)), load=[os.getloadavg()[0]])
         logger.info("checkpoint of %d bytes written", results.weight_bytes)
-        gpu = torch.cuda.is_available()
-        results.memcpy_one_thread, results.memcpy_all_threads = memcpy_speed(1), memcpy_speed(thread_count())
-        results.starts = measure_starts(checkpoint, directory, Path(temporary) / "cache", gpu)
-        fills = [start for start in results.starts.values() if start["created"]]
-        results.fill = results.weight_bytes / min(start["fill_seconds"] for start in fills)
-        results.fill_after_reserving = results.weight_bytes / min(
-            start["fill_seconds"] - start["reserve_seconds"] for start in fills
-        )
+        results.speeds = measure_speeds(checkpoint, directory, results.weight_bytes)
+        results.starts = [measure_starts(checkpoint, directory, Path(temporary) / "cache") for _ in range(start_rounds)]
         for kind in ("shared", "private"):
             for count in counts:
                 copies = 1 if kind == "shared" else count
@@ -284,10 +202,11 @@ def run(size: int, counts: list[int], crash_rounds: int) -> Results:
                     continue
                 row = measure_memory(kind, count, checkpoint, directory, results.weight_bytes)
                 results.memory.append(row)
-        if gpu:
+        if torch.cuda.is_available():
             results.link = measure_link(checkpoint, directory)
         if crash_rounds:
             results.crashes = {"rounds": crash_rounds, **_crashes(directory, crash_rounds)}
+        results.load.append(os.getloadavg()[0])
         left = os.listdir(directory)
         if left:
             raise RuntimeError(f"stores were left behind: {left}")
@@ -307,12 +226,12 @@ def main() -> None:
     options.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
     options.add_argument("--crash-rounds", type=int, default=0)
     options.add_argument("--out", type=Path, default=RESULTS)
-    options.add_argument("--name", help="of the result files; default: store-gpu or store-cpu")
+    options.add_argument("--name", help="of the result files; default: store, without a GPU store-cpu")
     given = options.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d %(message)s", stream=sys.stderr)
     found = environment()
     results = run(given.size, given.processes, given.crash_rounds)
-    name = given.name or ("store-gpu" if found["gpu"] else "store-cpu")
+    name = given.name or ("store" if found["gpu"] else "store-cpu") + ("-tiny" if given.size < TINY else "")
     data = {"environment": found, "threads": thread_count(), **asdict(results)}
     json_path, text_path = write_results(given.out, name, data, markdown(data))
     logger.info("wrote %s and %s", json_path, text_path)
