@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from cluster.checkpoints import ItemCheckpoint
 from launch.video_files import Frames
 from launch.wan_checkpoint import WanParts
+from launch.wan_state import DenoisingState, restore_scheduler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,15 +84,30 @@ class VideoMaker:
 
     @torch.no_grad()
     def denoise(
-        self, request: Request, *, steps: int | None = None, on_step: Callable[[int], bool] | None = None
+        self,
+        request: Request,
+        *,
+        steps: int | None = None,
+        on_step: Callable[[int], bool] | None = None,
+        kept: ItemCheckpoint | None = None,
     ) -> torch.Tensor:
         """The video's latents: (1, channels, latent frames, height / 8, width / 8) in float32.
 
         steps: of the schedule, the settings' where None. on_step(index) after each; False ends the denoising there.
+        kept: is given the state when it is due; denoising goes on at the state that it has.
         """
         settings = self.settings
+        generator = torch.Generator().manual_seed(request.seed)  # on the CPU: the same noise on every device
+        state = DenoisingState.from_bytes(kept.load()) if kept is not None else None
+        if state is not None:
+            generator.set_state(state.generator)
+            logger.info("seed %d goes on at step %d", request.seed, state.steps)
+        self._pipeline.begin_at(state)
 
         def after(pipeline: Any, index: int, _: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            if kept is not None and kept.due:
+                now = DenoisingState.of(index + 1, tensors["latents"], pipeline.scheduler, generator)
+                kept.save(now.to_bytes())
             if on_step is not None and not on_step(index):
                 pipeline._interrupt = True
             return tensors
@@ -101,7 +121,8 @@ class VideoMaker:
             num_inference_steps=steps or settings.steps,
             guidance_scale=settings.guidance,
             guidance_scale_2=settings.guidance_2 if self.two_stages else None,
-            generator=torch.Generator().manual_seed(request.seed),  # on the CPU: the same noise on every device
+            generator=generator,
+            latents=None if state is None else state.latents,
             output_type="latent",
             callback_on_step_end=after,
         )
@@ -166,6 +187,23 @@ def _pipeline(parts: WanParts, device: torch.device, settings: VideoSettings) ->
         """diffusers guesses the device from the first weight it finds; an offloaded model's weights lie anywhere."""
 
         _execution_device = device
+        _state: DenoisingState | None = None
+        _skipped = 0
+
+        def begin_at(self, state: DenoisingState | None) -> None:
+            """The next call begins at ``state``: it is given its latents, and leaves out the steps before."""
+            self._state, self._skipped = state, 0
+
+        @property
+        def interrupt(self) -> bool:
+            # The denoising loop looks once before each step and leaves the step out when this is true.
+            if self._state is not None:
+                if self._skipped < self._state.steps:
+                    self._skipped += 1
+                    return True
+                restore_scheduler(self.scheduler, self._state.scheduler)
+                self._state = None
+            return bool(self._interrupt)
 
     scheduler = parts.scheduler
     if settings.flow_shift is not None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.checkpoints import ItemCheckpoints
 from cluster.messages import Item
 from cluster.task import TaskContext
 from cluster.whole_files import file_stem
@@ -57,6 +58,9 @@ class WanT2VTask:
         self.index = None if self.options.tiny else read_index(self.options.model)
         self.output = Path.cwd() / self.options.output_dir
         self.settings = self.options.video_settings()
+        self.sent_options = {**options, "output_dir": str(self.output)}
+        """What workers are given: their current directory is another one."""
+        self._checkpoints = ItemCheckpoints()
         self._managers: list[OffloadManager] = []
         self._text_manager: OffloadManager | None = None
         self._maker: VideoMaker | None = None
@@ -71,6 +75,7 @@ class WanT2VTask:
         import flextensor
         from launch.wan_maker import VideoMaker
 
+        self._checkpoints = context.checkpoints
         if self.options.tiny:
             small = min(context.config.resident_below_bytes, TINY_RESIDENT_BELOW)
             context = dataclasses.replace(context, config=context.config.updated(resident_below_bytes=small))
@@ -158,7 +163,8 @@ class WanT2VTask:
         "latents_sha256", "frames_sha256"}``, or ``error`` in place of what could not be made.
 
         The latents are on disk before they are decoded: an item whose decoding or writing failed starts there when it
-        is run again.
+        is run again. While it is denoised its state is kept from time to time: whoever takes the item up after a death
+        goes on there, to the same bits.
         """
         return [self._make(item) for item in items]
 
@@ -177,8 +183,10 @@ class WanT2VTask:
             kept = KeptLatents(self.output / (stem + ".latents.safetensors"), self._key(request))
             latents = kept.load()
             if latents is None:
-                latents = maker.denoise(request)
+                begun = self._checkpoints.of(self._key(request))
+                latents = maker.denoise(request, kept=begun)
                 kept.save(latents)
+                begun.remove()
             frames = maker.decode(latents)
             video, preview = self.output / (stem + self._suffix), self.output / (stem + ".png")
             write_video(frames, video, fps=self.options.fps)

@@ -19,7 +19,6 @@ from tests.launch.conftest import Job, end_of
 from .test_causal_lm import ITEMS, context, tokens
 from .tiny_causal_lm import llama_config, save_model
 
-
 LINK = {"offload": {"host_link_bytes_per_second": "200MB/s"}, "task_options": {"max_new_tokens": 12}}
 
 
