@@ -149,6 +149,26 @@ def test_a_hung_worker_is_started_again(start_run: Callable[..., Run], tmp_path:
     assert any(event["event"] == "worker_killed" for event in events_of(run))
 
 
+def test_a_worker_that_cannot_start_costs_the_job_nothing_while_another_can(
+    start_run: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start_run(items_of(6), task_options={"fail_load": "no room on this GPU", "fail_load_of": "worker-1"})
+    run.job.run()
+    assert_all_right(run)
+    assert [slot.phase for slot in run.pool.slots] == ["ready", "given up"]
+    assert "worker 1 is given up: RuntimeError: no room on this GPU" in caplog.text
+    assert any(event["event"] == "worker_given_up" for event in events_of(run))
+
+
+def test_a_result_that_is_no_json_is_set_aside_with_the_reason(start_run: Callable[..., Run]) -> None:
+    items = items_of(4)
+    items[1]["no_json"] = True
+    run = start_run(items)
+    assert run.job.run().failed == 1
+    assert_all_right(run, but={"i1"})
+    assert "'text', which is no JSON" in answers_of(run)["i1"]["error"]
+
+
 def test_a_task_that_cannot_load_ends_the_job_with_its_own_error(start_run: Callable[..., Run]) -> None:
     run = start_run(items_of(4), task_options={"fail_load": "the disk is on fire"})
     with pytest.raises(NoWorkers, match="the disk is on fire"):

@@ -53,7 +53,8 @@ def expected(items: Sequence[Item], options: dict[str, Any]) -> dict[str, str]:
 
 
 class TinyTask:
-    """Options: units, width, seed, and ``fail_load``: an error to raise. See ``cluster.task.Task``.
+    """Options: units, width, seed, ``fail_load``: an error to raise, ``fail_load_of``: only in the worker of this name.
+    See ``cluster.task.Task``.
 
     Items: ``steps`` forwards of ``seconds`` each; ``fail`` raises; ``kill_once`` and ``hang_once`` name a file that is
     made before the worker kills itself or hangs, so that the second try goes well; ``kill`` kills it each time.
@@ -65,7 +66,7 @@ class TinyTask:
         self._manager: Any = None
 
     def load(self, context: TaskContext) -> None:
-        if "fail_load" in self._options:
+        if "fail_load" in self._options and self._options.get("fail_load_of") in (None, context.manager_name):
             raise RuntimeError(self._options["fail_load"])
         config = context.config.updated(include_patterns=("blocks.*",), resident_below_bytes=0)
         self._model = make_model(self._options)
@@ -93,6 +94,8 @@ class TinyTask:
             for _ in range(steps):
                 answer(self._model, item, 1)
                 time.sleep(float(item["seconds"]))
+        if item.get("no_json"):
+            return {"id": item["id"], "text": object()}
         return {"id": item["id"], "text": answer(self._model, item, steps), "tokens": steps, "pid": os.getpid()}
 
     def verify(self, items: Sequence[Item], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
