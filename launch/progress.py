@@ -65,7 +65,8 @@ class ProgressView:
         self._lined = now
         workers = self._status.workers if self._status else ()
         said = "; ".join(f"worker {state.rank}: {worker_words(state)}" for state in workers)
-        self._console.print(f"{job.skipped + job.done}/{job.total} items, {rate}; {said}", soft_wrap=True)
+        done = ", ".join(filter(None, [f"{job.skipped + job.done}/{job.total} items", rate]))
+        self._console.print("; ".join(filter(None, [done, said])), soft_wrap=True)
 
 
 def worker_words(state: WorkerState) -> str:

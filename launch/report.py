@@ -6,6 +6,7 @@ import json
 import logging
 import platform
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -109,10 +110,12 @@ class RunReport:
                 f"{words.milliseconds(epoch.predicted_step_seconds)}, measured "
                 f"{words.milliseconds(epoch.measured_step_seconds)}"
             )
+        for line in compile_lines(self.details):
+            console.print(line)
         job = self.job
-        energy = f"; {self.joules_an_item:.1f} J an item" if self.joules_an_item is not None else ""
+        energy = f"{self.joules_an_item:.1f} J an item" if self.joules_an_item is not None else ""
         done = f"{job.done} items done now, {job.skipped} before, {job.failed} with an error"
-        console.print(f"{done}; {words.rate(job)}{energy}")
+        console.print("; ".join(filter(None, [done, words.rate(job), energy])))
         if self.verify is not None:
             console.print(_verify_words(self.verify))
 
@@ -121,11 +124,36 @@ def _verify_words(verify: dict[str, Any]) -> str:
     if "error" in verify:
         return f"verify: not done: {verify['error']}"
     if verify.get("checked") == verify.get("identical"):
-        return f"verify: {verify.get('checked')} items on an un-offloaded copy, all tokens identical"
+        return f"verify: {verify.get('checked')} items on an un-offloaded copy, all results identical"
     return (
-        f"verify: {verify.get('identical')} of {verify.get('checked')} items have identical tokens; "
+        f"verify: {verify.get('identical')} of {verify.get('checked')} items have identical results; "
         f"different: {', '.join(verify.get('different', []))}"
     )
+
+
+def _model_named(details: Sequence[Mapping[str, Any]], otherwise: str) -> str:
+    """What the task itself says that it ran (with ``tiny`` not what the configuration names)."""
+    named = [str(detail["task"]["model"]) for detail in details if detail.get("task", {}).get("model")]
+    return named[0] if named else otherwise
+
+
+def compile_lines(details: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What was compiled, a line for each outcome that workers have; none where nothing was asked to be."""
+    ranks: dict[str, list[str]] = {}
+    for detail in details:
+        managers = detail.get("task", {}).get("managers") or {"": detail.get("engine", {})}
+        found = [manager["compile"] for manager in managers.values() if manager.get("compile")]
+        asked = [one for one in found if one["compiled"] + one["shared"] + one["pending"]]
+        if not asked:
+            continue
+        total = {key: sum(one[key] for one in asked) for key in asked[0]}
+        graphs = f"{total['graphs']} compiled graph{'' if total['graphs'] == 1 else 's'}"
+        said = f"{total['compiled'] + total['shared']} units run {graphs}"
+        left = [
+            f"{total[key]} {word}" for key, word in (("eager", "eager"), ("pending", "not called yet")) if total[key]
+        ]
+        ranks.setdefault(", ".join([said, *left]), []).append(str(detail.get("rank", 0)))
+    return [f"worker {', '.join(some)}: {said}" for said, some in ranks.items()]
 
 
 def collect_report(config: RunConfig, device: str, end: JobEnd) -> RunReport:
@@ -150,7 +178,7 @@ def collect_report(config: RunConfig, device: str, end: JobEnd) -> RunReport:
     return RunReport(
         created=time.time(),
         device=device,
-        model=config.model.name,
+        model=_model_named(details, config.model.name),
         versions={"python": platform.python_version(), **_versions("torch", "ray", "transformers", "flextensor-ray")},
         job=end.progress,
         workers=tuple(states),

@@ -89,7 +89,9 @@ def status_view(status: RunStatus) -> RenderableType:
     lines: list[RenderableType] = [
         table,
         Text(
-            f"{job.skipped + job.done}/{job.total} items, {job.failed} failed, {job.tokens_per_second:.1f} tokens/s"
+            ", ".join(
+                filter(None, [f"{job.skipped + job.done}/{job.total} items", f"{job.failed} failed", words.rate(job)])
+            )
             + (f", {status.joules_an_item:.1f} J an item" if status.joules_an_item is not None else "")
             + (f"; host memory for weights: {words.size(weights)}" if weights else "")
         ),

@@ -37,8 +37,10 @@ def budget(value: int | float | None) -> str:
 
 
 def rate(job: JobProgress) -> str:
-    """``223.4 tokens/s``; of results that have no tokens (videos, labels) ``12.0 items/min``."""
-    if job.tokens or not job.done:
+    """``223.4 tokens/s``; of results without tokens (videos, labels) ``12.0 items/min``. Empty before the first."""
+    if not job.done:
+        return ""
+    if job.tokens:
         return f"{job.tokens_per_second:.1f} tokens/s"
     span = job.updated - job.started
     return f"{60 * job.done / span if span > 0 else 0.0:.1f} items/min"
