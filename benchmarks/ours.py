@@ -193,7 +193,7 @@ class Sweep:
 
     def _host_seconds(self) -> tuple[float, float]:
         """Host seconds a visit of all that offloading adds, and of the loader alone: enter and exit, no compute."""
-        manager, loader = self.manager, self.manager._loader
+        manager, loader = self.manager, self.manager._execution.loader
         visits = loader.plan.visits
 
         def whole() -> None:

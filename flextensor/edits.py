@@ -6,15 +6,23 @@ management; anything else that would be lost at the next fetch is refused with t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from flextensor.execution import Execution
+from flextensor.hosting import Hosting
+from flextensor.runtime.device import Device
 from flextensor.store import HostStore
 from flextensor.units import CHANGED_BY_FORWARD, OffloadError, Unit, Weight
+
+logger = logging.getLogger(__name__)
 
 REMEDY = "change weights through `with manager.edit_weights(name) as tensors:`"
 
@@ -151,6 +159,18 @@ class WeightEdits:
                 )
             edited.append(at)
 
+    def unseen(self, traced: Set[int]) -> str:
+        """The name of a weight that ``look`` would take up or refuse; empty when there is none. Changes nothing."""
+        for entry in self._watch.changed():
+            weight = entry.weight
+            replaced = entry.registry.get(entry.attribute) is not entry.tensor
+            known = weight.resident_reason == CHANGED_BY_FORWARD or (
+                not replaced and any(weight in self._pieces[unit].weights for unit in traced)
+            )
+            if not known:
+                return weight.name
+        return ""
+
     def keep_what_forward_changed(self, unit: int) -> None:
         """A weight that the unit's forward writes to or replaces is state: it stays on the device from now on."""
         for entry in self._watch.changed():
@@ -176,3 +196,79 @@ class WeightEdits:
         self._watch.adopt(entry, new)
         if index is not None:
             self._index_by_id[id(new)] = index
+
+
+class Editing:
+    """The part of a manager through which weights are changed."""
+
+    device: Device
+    hosting: Hosting
+    _execution: Execution
+    _edits: WeightEdits
+    _weights: Sequence[Weight]
+    _lock: threading.RLock
+    _in_root: bool
+    _open_units: list[int]
+    _traced: set[int]
+
+    def _take_up_edits(self) -> None:
+        edited: list[int] = []
+        try:
+            self._edits.look(edited, self._execution.loader.plan.resident, self._traced)
+        finally:  # what was taken up before an error is in force all the same
+            if edited:
+                self._reload(edited)
+
+    def _reload(self, indexes: Sequence[int]) -> None:
+        """Sources have changed: bind anew, copy resident ones again."""
+        self._execution.reload(indexes)
+        logger.info("took up %d edited weights", len(indexes))
+
+    @contextlib.contextmanager
+    def edit_weights(self, *names: str) -> Iterator[dict[str, torch.Tensor]]:
+        """Change weights: ``with manager.edit_weights("layers.0.up.weight") as tensors:`` and write to
+        ``tensors[name]`` (host memory, private to this process) in place. In force from the next call on; what was
+        written before an exception inside the block is, too.
+
+        Raises OffloadError for a name that is not managed, and inside a forward.
+        """
+        with self._lock:
+            indexes = self._editable(names)
+            try:
+                yield {
+                    name: self.hosting.store.make_private(self._weights[at].name)
+                    for name, at in zip(names, indexes, strict=True)
+                }
+            finally:
+                self._reload(indexes)
+
+    def restore_weights(self, *names: str) -> None:
+        """Undo all edits of these weights: the store's values are in force from the next call on."""
+        with self._lock:
+            indexes = self._editable(names)
+            for at in indexes:
+                self.hosting.store.discard_private(self._weights[at].name)
+            self._reload(indexes)
+
+    def _refuse_edits_in_a_capture(self) -> None:
+        changed = self._edits.unseen(self._traced)
+        if changed:
+            raise OffloadError(
+                f"weight {changed!r} was changed since the last call, and what a CUDA graph captures must not change "
+                "while it is captured: call the model once after the change, then capture"
+            )
+
+    def _editable(self, names: Sequence[str]) -> list[int]:
+        """Indexes of the weights of these names, with everything done to them so far in the host store."""
+        if self._in_root or self._open_units:
+            raise OffloadError("weights cannot be edited inside a forward: edit them between two calls of the model")
+        if self.device.is_capturing():
+            raise OffloadError(
+                f"weights cannot be edited while a CUDA graph is captured ({', '.join(names)}): edit them before the "
+                "capture; a graph captured before an edit is refused at its replay"
+            )
+        indexes = [self._edits.index_of(name) for name in names]
+        self._take_up_edits()
+        self.device.synchronize()
+        self._edits.save_state()
+        return indexes

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from flextensor.manager import OffloadManager
+from torch import nn
+
+from flextensor.compile.census import CompileCensus, CompileReport
+from flextensor.compile.detect import is_compiled
+from flextensor.config import OffloadConfig
+from flextensor.execution import Execution
+from flextensor.hosting import Hosting
+from flextensor.live import Expectation, LiveTiming
+from flextensor.modules import UnitHandle
+from flextensor.planner.plan import Plan
+from flextensor.runtime.device import Device
+from flextensor.units import Unit, Weight
 
 
-def build_report(manager: OffloadManager) -> dict[str, Any]:
+def build_report(manager: Reported) -> dict[str, Any]:
     """What is resident, streamed, left out and why; predicted and measured; memory, store, compilation."""
     plan, hosting, expected = manager.plan_in_force, manager.hosting, manager.expectation()
     other = hosting.other_bytes
@@ -51,3 +62,80 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+class Reported:
+    """The part of a manager that says how things are."""
+
+    name: str
+    phase: str
+    epoch: int
+    refusal: str
+    config: OffloadConfig
+    device: Device
+    hosting: Hosting
+    units: list[Unit]
+    _execution: Execution
+    _census: CompileCensus
+    _handles: list[UnitHandle]
+    _kind_counts: Counter[str]
+    _pieces: list[Unit]
+    _reads: list[list[int]]
+    _traced: set[int]
+    _weights: Sequence[Weight]
+
+    def live(self) -> LiveTiming:
+        """Recent steps."""
+        raise NotImplementedError
+
+    def expectation(self) -> Expectation | None:
+        """What is expected of a step."""
+        raise NotImplementedError
+
+    @property
+    def plan_in_force(self) -> Plan:
+        """The plan that the loader executes: ``plan``, or before there is one, that of fetching on demand."""
+        return self._execution.loader.plan
+
+    @property
+    def step_kinds(self) -> dict[str, int]:
+        """Steps so far, by kind."""
+        return dict(self._kind_counts)
+
+    def offload_units(self) -> list[tuple[str, nn.Module]]:
+        """(name, module) of the units that stream: what to compile, one graph each."""
+        streamed = {id(self._weights[tensor]) for tensor in self._execution.loader.plan.offsets}
+        reads = {id(self._weights[t]) for row in self._reads for t in row}
+        return [
+            (unit.name, unit.module)
+            for unit in self.units
+            if any(id(weight) in streamed and id(weight) in reads for weight in unit.weights)
+        ]
+
+    def resident_units(self) -> list[tuple[str, nn.Module]]:
+        """(name, module) of the units whose weights all stay on the device."""
+        streaming = {name for name, _ in self.offload_units()}
+        return [(unit.name, unit.module) for unit in self.units if unit.name not in streaming]
+
+    def compile_report(self) -> CompileReport:
+        """How many units made a graph, share one, run eagerly."""
+        return self._census.report([self._is_compiled(at) for at in range(len(self._handles))])
+
+    def _is_compiled(self, unit: int) -> bool:
+        in_place = self._handles[unit].compiled is not None or is_compiled(self._pieces[unit].module)
+        return in_place or unit in self._traced
+
+    def get_gpu_memory_usage(self) -> dict[str, int]:
+        """Bytes on the device: weights of the plan, other weights, all tensors now and at their peak, free, total."""
+        return {
+            "weights": self._execution.memory.nbytes,
+            "other_weights": self.hosting.other_bytes,
+            "allocated": self.device.allocated_bytes(),
+            "peak": self.device.peak_bytes(),
+            "free": self.device.free_bytes(),
+            "total": self.device.total_bytes(),
+        }
+
+    def report(self) -> dict[str, Any]:
+        """Everything about the offload, JSON-able."""
+        return build_report(self)

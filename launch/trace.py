@@ -132,7 +132,7 @@ def _believable(period: float | None, times: StepTimes) -> float | None:
 
 def write_timeline(step: Timeline, stem: Path, *, title: str = "", picture: bool = True) -> list[Path]:
     """``STEM.json`` and, with ``picture``, ``STEM.png``; returns their paths."""
-    from flextensor.runtime.trace import write_chrome_trace
+    from flextensor.runtime.chrome import write_chrome_trace
 
     paths = [stem.with_name(stem.name + ".json")]
     write_chrome_trace(step, paths[0], title=title or "offloaded step")

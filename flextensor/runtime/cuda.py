@@ -43,7 +43,7 @@ class CudaStream:
         event.raw.record(self.raw)
 
     def wait(self, event: CudaEvent) -> None:
-        self.raw.wait_event(event.raw)
+        event.raw.wait(self.raw)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self.raw):

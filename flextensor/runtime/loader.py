@@ -18,16 +18,14 @@ starts from the state in which the one before has left off, and the link is busy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from flextensor.planner.plan import Plan
+from flextensor.runtime.batches import batches_of, content_before, overlapping
 from flextensor.runtime.device import Device, Event, Stream
 from flextensor.runtime.memory import DeviceWeights
 from flextensor.runtime.timing import Recorder, StepTrace
-from flextensor.units import Weight
 
 UNFORESEEN_IN_GRAPH = (
     "an offloaded forward can be captured in a CUDA graph only while it runs its units in the plan's order: call the "
@@ -36,17 +34,6 @@ UNFORESEEN_IN_GRAPH = (
 
 SKIP_AHEAD = 2
 """So many visits may be left out in a row while prefetching goes on as planned."""
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Copies for one visit that are issued together. The visit's ready event is recorded behind the ``last``."""
-
-    visit: int
-    queue: Callable[[], None]
-    tensors: tuple[int, ...]
-    nbytes: int
-    last: bool
 
 
 @dataclass
@@ -60,6 +47,16 @@ class LoaderCounters:
 
 class Loader:
     """See the module's text. ``units``: the tensors that each unit reads, by index."""
+
+    # Reading one of 30 and more attributes in a dictionary is slower.
+    # fmt: off
+    __slots__ = (
+        "_after", "_began", "_captured", "_capturing", "_closed", "_copy", "_count", "_demand", "_device",
+        "_fetched", "_in_order", "_irregular", "_issued_bytes", "_left", "_memory", "_next", "_occurrences",
+        "_open", "_overlaps", "_queues", "_reads", "_ready", "_recorder", "_stream", "_tail_first", "_trace",
+        "_valid", "_visits", "_whole_step_done", "counters", "plan",
+    )
+    # fmt: on
 
     def __init__(
         self,
@@ -86,7 +83,10 @@ class Loader:
         self._ready: list[Event | None] = [
             new_event(timed=False) if visit in fetched else None for visit in range(self._count)
         ]
-        self._after = self._batches()
+        self._after = batches_of(plan, memory, copy_stream)
+        # What the steady state needs of the batches: the visit where the batch is its last.
+        self._queues = [tuple((b.queue, b.visit if b.last else None) for b in batches) for batches in self._after]
+        self._issued_bytes = [sum(batch.nbytes for batch in batches) for batches in self._after]
         self._left: list[Event | None] = [new_event(timed=False) if batches else None for batches in self._after]
         self._demand = new_event(timed=False)
         self._fetched = new_event(timed=False)
@@ -100,52 +100,13 @@ class Loader:
         self._in_order = 0
         self._whole_step_done = False
         self._valid: dict[int, Event] = {}
-        self._overlaps = _overlapping(plan, memory.table.weights)
+        self._overlaps = overlapping(plan, memory.table.weights)
         self._tail_first = False
         self._capturing = False
         self._captured: set[int] = set()
         self._prime()
 
     # ---- set-up
-
-    def _batches(self) -> list[tuple[_Batch, ...]]:
-        """For each visit, what is issued after its exit, in the plan's order (this step's needs first)."""
-        last_for = {copy.visit: at for at, copy in enumerate(self.plan.copies)}
-        after: list[list[_Batch]] = [[] for _ in range(self._count)]
-        for at, copy in sorted(enumerate(self.plan.copies), key=lambda pair: (pair[1].lag, pair[0])):
-            final = last_for[copy.visit] == at
-            batch = _Batch(
-                copy.visit,
-                self._copy.copier(self._moves(copy.tensors)),
-                copy.tensors,
-                copy.nbytes,
-                final,
-            )
-            after[copy.after].append(batch)
-        return [tuple(batches) for batches in after]
-
-    def _moves(self, tensors: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(destination, source) byte views; tensors that are contiguous on both sides go as one."""
-        moves: list[tuple[torch.Tensor, torch.Tensor]] = []
-        start = 0
-        table, offsets = self._memory.table, self.plan.offsets
-        while start < len(tensors):
-            stop = start + 1
-            first = table.source(tensors[start])
-            base = first.data_ptr() - offsets[tensors[start]]
-            while stop < len(tensors):
-                following = table.source(tensors[stop])
-                same_memory = following.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-                if not same_memory or following.data_ptr() - offsets[tensors[stop]] != base:
-                    break
-                stop += 1
-            last = table.source(tensors[stop - 1])
-            length = last.data_ptr() + last.numel() - first.data_ptr()
-            with torch.inference_mode(False):
-                source = first.as_strided((length,), (1,)) if stop - start > 1 else first
-            moves.append((self._memory.slot(offsets[tensors[start]], length), source))
-            start = stop
-        return moves
 
     def _prime(self) -> None:
         """Fill the slots as they are in the steady state before the first visit. The device is idle."""
@@ -157,25 +118,6 @@ class Loader:
         # A tensor that survives the whole cycle has no copy and no ready event of its own: all compute waits once.
         self._copy.record(self._fetched)
         self._device.compute_stream().wait(self._fetched)
-
-    def _content(self, position: int) -> tuple[dict[int, int], set[int]]:
-        """Before visit ``position`` of a step, all steps so far having been regular: tensor -> the visit it was fetched
-        for, of what lies in its slot; and the visits of whose copies only some have been issued, so that their ready
-        events are still those of the step before."""
-        primed = [*self.plan.initial, *(copy for copy in self.plan.copies if copy.lag)]
-        content = {tensor: copy.visit for copy in primed for tensor in copy.tensors}
-        begun: set[int] = set()
-        whole_steps = 2 if self._whole_step_done else 0
-        for at in [*list(range(self._count)) * whole_steps, *range(position)]:
-            for batch in self._after[at]:
-                for tensor in batch.tensors:
-                    for other in self._overlaps[tensor]:
-                        content.pop(other, None)
-                for tensor in batch.tensors:
-                    content.pop(tensor, None)
-                    content[tensor] = batch.visit
-                (begun.discard if batch.last else begun.add)(batch.visit)
-        return content, begun
 
     # ---- the hot path
 
@@ -251,6 +193,14 @@ class Loader:
         copy = self._copy
         copy.wait(left)
         trace = self._trace
+        if trace is None and not self._irregular and not self._capturing:
+            ready_events = self._ready
+            for queue, visit in self._queues[at]:
+                queue()
+                if visit is not None:
+                    copy.record(ready_events[visit])
+            self.counters.copied_bytes += self._issued_bytes[at]
+            return
         for batch in self._after[at]:
             begin = trace.copy_begin(copy) if trace is not None else None
             batch.queue()
@@ -351,7 +301,9 @@ class Loader:
             raise RuntimeError(UNFORESEEN_IN_GRAPH)
         if not self._irregular:
             self._irregular = True
-            content, begun = self._content(self._next)
+            content, begun = content_before(
+                self._next, self.plan, self._after, self._overlaps, settled=self._whole_step_done
+            )
             for visit in begun:
                 if (ready := self._ready[visit]) is not None:
                     self._copy.record(ready)
@@ -427,16 +379,4 @@ class Loader:
         self.distrust()
         self._copy.synchronize()
         self._after = [()] * self._count
-
-
-def _overlapping(plan: Plan, weights: Sequence[Weight]) -> Mapping[int, tuple[int, ...]]:
-    """For each streamed tensor, the others whose slots share bytes with its own."""
-    spans = sorted((offset, offset + weights[tensor].nbytes, tensor) for tensor, offset in plan.offsets.items())
-    found: dict[int, list[int]] = {tensor: [] for tensor in plan.offsets}
-    for at, (_, end, tensor) in enumerate(spans):
-        for start, _, other in spans[at + 1 :]:
-            if start >= end:
-                break
-            found[tensor].append(other)
-            found[other].append(tensor)
-    return {tensor: tuple(others) for tensor, others in found.items()}
+        self._queues = [()] * self._count

@@ -274,4 +274,4 @@ def test_ctrl_c_at_any_line_of_the_engine_before_inference(pair: MakePair) -> No
 def assert_nothing_is_open(one: Pair) -> None:
     """No visit is under way, in the manager or in the loader."""
     manager = one.manager
-    assert not manager._open_units and not manager._in_root and not manager._loader._open
+    assert not manager._open_units and not manager._in_root and not manager._execution.loader._open

@@ -100,7 +100,7 @@ def plan_with(one: Pair, resident: set[int]) -> Plan:
 def in_force(one: Pair, plan: Plan, calls: int = 2) -> int:
     """Put ``plan`` in force, call the model, look at memory; bytes that became resident over the link."""
     manager = one.manager
-    before, moved = manager.get_gpu_memory_usage()["weights"], manager._memory.copied_bytes
+    before, moved = manager.get_gpu_memory_usage()["weights"], manager._execution.memory.copied_bytes
     base = manager.device.allocated_bytes() - before
     manager.device.reset_peak()
     manager.stage(plan)
@@ -110,7 +110,7 @@ def in_force(one: Pair, plan: Plan, calls: int = 2) -> int:
     assert all(w.tensor.data_ptr() % ALIGNMENT == 0 for w in manager._weights)
     if one.device.type == "cpu":
         assert manager.device.peak_bytes() - base <= max(before, plan.weight_bytes)
-    return manager._memory.copied_bytes - moved
+    return manager._execution.memory.copied_bytes - moved
 
 
 @pytest.mark.parametrize("chunk", [1, 20_000, residents.CHUNK_BYTES])
@@ -136,7 +136,7 @@ def test_weights_of_one_size_that_change_places_move_alone(pair: MakePair, monke
     in_force(one, plan_with(one, set(range(9))))
     assert in_force(one, plan_with(one, set(range(2, 11)))) == 2 * 16384, "more than what became resident"
     assert in_force(one, plan_with(one, {2, 5, 8})) <= 3 * 16384, "more than was resident"
-    assert len(one.manager._memory._residents.chunks()) == 1
+    assert len(one.manager._execution.memory._residents.chunks()) == 1
     in_force(one, plan_with(one, set(range(9))))
     assert in_force(one, plan_with(one, {0, 1, 3, 4, 6, 7})) == 0, "chunks fill each other's holes"
 
@@ -150,7 +150,7 @@ def test_the_allocator_holds_no_more_than_the_plan_counts(pair: MakePair, device
     empty = manager.device.allocated_bytes() - manager.get_gpu_memory_usage()["weights"]
     one.run_alone(5)
     assert len(manager.plan.resident) >= 5
-    chunks = len(manager._memory._residents.chunks()) + 1
+    chunks = len(manager._execution.memory._residents.chunks()) + 1
     slack = 0 if device == "host" else (chunks << 20) + (1 << 20)  # the last of a megabyte, and the output
     assert manager.device.allocated_bytes() - empty <= manager.plan.weight_bytes + slack
     manager.release()

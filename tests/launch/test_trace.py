@@ -17,16 +17,9 @@ from benchmarks.model import TINY, build, make_input
 from flextensor import OffloadError
 from flextensor.planner.plan import HOST, Copy, Plan
 from flextensor.profile import TensorInfo, UnitInfo
+from flextensor.runtime.chrome import COMPUTE_LANE, COPY_LANE, FIRST_SLOT_LANE, chrome_trace
 from flextensor.runtime.timing import CopySpan, StepTimes
-from flextensor.runtime.trace import (
-    COMPUTE_LANE,
-    COPY_LANE,
-    FIRST_SLOT_LANE,
-    Timeline,
-    chrome_trace,
-    slot_lanes,
-    timeline,
-)
+from flextensor.runtime.trace import Timeline, slot_lanes, timeline
 from launch.trace import newest_step, trace, write_step
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -226,7 +226,7 @@ def test_offload_units_and_resident_units_are_all_units_once(device) -> None:
 
 
 def _arena(om: ft.OffloadManager) -> range:
-    arena = om._memory._arena
+    arena = om._execution.memory._arena
     assert arena is not None
     return range(arena.data_ptr(), arena.data_ptr() + arena.numel())
 

@@ -1,0 +1,160 @@
+"""Another plan: asked for, staged, put in force at a step's start; and what makes weights give way by itself."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+
+import torch
+
+from flextensor import planning
+from flextensor.config import OffloadConfig, parse_budget
+from flextensor.edits import WeightEdits
+from flextensor.hosting import Hosting
+from flextensor.live import live_profile
+from flextensor.measured import Measured
+from flextensor.phases import INFERENCE
+from flextensor.planner.plan import BudgetError, Plan
+from flextensor.profile import Profile
+from flextensor.units import OffloadError
+
+logger = logging.getLogger(__name__)
+
+
+class Replans(Measured):
+    """The part of a manager that solves for plans and changes over to them."""
+
+    config: OffloadConfig
+    hosting: Hosting
+    epoch: int
+    refusal: str
+    _edits: WeightEdits
+    _lock: threading.RLock
+    _staged: tuple[Plan, int | None] | None
+
+    @property
+    def iters_before_inference(self) -> int:
+        """Calls of the model until there can be a plan."""
+        raise NotImplementedError
+
+    def solve(self, budget: int | float | None, profile: Profile | None = None) -> Plan:
+        """The best plan for a budget of weights on the device: bytes (int), a share of the model's weights (float), or
+        None for the least memory that costs no time. Pure; any thread may call it.
+
+        Raises BudgetError with the least bytes that work, OffloadError before there is a profile.
+        """
+        profile = profile or self.profile
+        if profile is None:
+            raise OffloadError(
+                f"the model is still in {self.phase}; a plan needs a profile: run the model "
+                f"{self.iters_before_inference} times first"
+            )
+        return planning.solve(profile, budget, self.config)
+
+    def solve_configured(self) -> Plan:
+        """The plan that the configuration asks for, within what is really free."""
+        assert self.profile is not None
+        return planning.solve_configured(self.profile, self._room(), self.config)
+
+    def _room(self) -> planning.Room:
+        return planning.Room(
+            self._execution.memory.nbytes, self.hosting.other_bytes, self.device.free_bytes(), self.device.total_bytes()
+        )
+
+    def check(self, plan: Plan) -> None:
+        """Raise BudgetError when ``plan`` does not fit the device as it is now."""
+        if self.profile is not None:
+            planning.check(plan, self.profile, self._room(), self.device.name)
+
+    def stage(self, plan: Plan, epoch: int | None = None) -> None:
+        """Put ``plan`` in force at the start of the next step (at once after the callbacks, inside one of them)."""
+        with self._lock:
+            self._staged = (plan, epoch)
+
+    def replan(self, budget: int | float | str | None = None, *, profile: Profile | None = None) -> Plan:
+        """Solve for ``budget`` with what is measured now, and stage the plan; returns it.
+
+        budget: as ``solve`` takes it, or as people write it: ``"6GiB"``, ``"40%"``, ``"latency"`` (None). Compute times
+        are those of recent steps, the profile's where there are none; a GPU computes faster while it waits for copies,
+        so after a plan that stalls, a latency plan is at its least memory when it is asked for a second time.
+        profile: measurements to use instead.
+        """
+        if isinstance(budget, str):
+            budget = None if budget.strip().lower() == "latency" else parse_budget(budget)
+        if profile is None and self.profile is not None:
+            profile = live_profile(self.profile, list(self._recorder.steps), self._kind_counts)
+        plan = self.solve(budget, profile)
+        self.check(plan)
+        self.stage(plan)
+        return plan
+
+    def _apply_staged(self) -> None:
+        with self._lock:
+            staged, self._staged = self._staged, None
+        if staged is None:
+            return
+        if self.phase != INFERENCE:
+            self.refusal = f"still in {self.phase}"
+            logger.warning("plan not put in force: %s", self.refusal)
+            return
+        try:
+            self._switch(*staged)
+            self.refusal = ""
+        except torch.OutOfMemoryError as error:
+            self.refusal = f"out of memory: {error}"
+            logger.warning("plan not put in force: %s", error)
+        except BaseException:
+            with self._lock:
+                self._staged = self._staged or staged
+            raise
+
+    def _switch(self, plan: Plan, epoch: int | None) -> None:
+        """Stop, lay memory out anew, go on. On failure the plan before is in force again, or where there is no room for
+        that any more, units are fetched on demand."""
+        execution = self._execution
+        before = execution.plan
+        try:
+            execution.quiesce()
+            self._edits.save_state()
+            if self._recorder.steps:
+                self.profile = self.current_profile()
+                self._recorder.clear()
+            execution.switch(plan)
+        except BaseException:  # also a Ctrl-C: what it left half laid out is laid out anew
+            self._now_in_force(execution.restore(before))
+            raise
+        self.plan = plan
+        self.epoch = self.epoch + 1 if epoch is None else epoch
+
+    def _now_in_force(self, plan: Plan | None) -> None:
+        if self.plan is not None and plan is not None:
+            self.plan = plan
+
+    def _make_room(self) -> None:
+        """A kind of step ran for the first time since the profile: when it needs more than the profile's steps did, and
+        the configuration's share of the device is exceeded by it, weights give way at the next step."""
+        assert self.profile is not None
+        beyond = self.device.peak_bytes() - self._execution.memory.nbytes - self.hosting.other_bytes
+        if beyond <= self.profile.activation_bytes or self.plan is None:
+            return
+        self.profile = replace(self.profile, activation_bytes=beyond)
+        if planning.fits(self.plan, self.profile, self._room(), self.config):
+            return
+        try:
+            self.stage(self.solve_configured())
+            logger.info("a new kind of step takes %d bytes beside weights; planning anew", beyond)
+        except BudgetError as error:
+            logger.warning("a new kind of step takes %d bytes beside weights, which cannot give way: %s", beyond, error)
+
+    def _give_way(self) -> None:
+        """A step ran out of memory: the next one has fewer weights on the device."""
+        try:
+            plan = planning.after_out_of_memory(self.current_profile(), self._room(), self.config)
+        except (BudgetError, OffloadError):
+            plan = None
+        if plan is None:
+            logger.warning("out of memory in a step, and no plan has fewer weights on the device")
+            return
+        logger.warning("out of memory in a step; weights take %d bytes from the next one on", plan.weight_bytes)
+        self.stage(plan)
