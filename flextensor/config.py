@@ -105,6 +105,13 @@ class OffloadConfig(BaseModel):
     shm_namespace: str = "default"
     shm_wait_timeout: float = Field(600.0, gt=0)
     shm_dir: str = "/dev/shm"
+    """A tmpfs, or a hugetlbfs."""
+    shm_backing: Literal["file", "memfd"] = "file"
+    """``memfd``: memory that its processes hand to each other, for where ``shm_dir`` is too small and memory is not."""
+    shm_keep: bool = False
+    """Leave the store when its last user goes, for a warm start; ``flextensor store rm`` removes it."""
+    shm_scrub_share: float = Field(0.0, ge=0, le=0.1)
+    """Share of one core's time that checks the shared store against its checksums all the while, unit by unit."""
     enable_diagnostics: bool = False
     resident_below_bytes: int = 1 << 20
     """Tensors smaller than this stay resident: a copy of them costs more than their memory."""

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from flextensor.config import OffloadConfig
+from flextensor.config import ConfigError, OffloadConfig
 from flextensor.planner.plan import BudgetError
 from flextensor.runtime.device import Device
 from flextensor.store import (
     HostStore,
+    Scrubber,
     StoreProgress,
     TensorSource,
     UnitSpec,
@@ -74,7 +75,9 @@ class Hosting:
         if source is not None:
             from_source = [w for w in self.others if w.tensor.is_meta and w.nbytes]
             units.append(UnitSpec(ROOT_UNIT, tuple(_spec(w) for w in from_source)))
+        _check_settings(config, source)
         self.store = _open_store(units, stored, config, device, source=source, progress=progress)
+        self._scrubber = Scrubber(self.store, share=config.shm_scrub_share) if config.shm_scrub_share else None
         by_name = {weight.name: weight for weight in stored}
         self.managed = [by_name[t.name] for t in self.store.layout.tensors if t.name in by_name]
         self._store_storages: set[int] = set()
@@ -90,6 +93,8 @@ class Hosting:
         if config.pinned_memory and device.torch_device.type == "cuda":
             self.store.pin(device.torch_device)
         self._move_others()
+        if self._scrubber is not None:
+            self._scrubber.start()
 
     # ---- what is not streamed
 
@@ -173,6 +178,8 @@ class Hosting:
     def give_back(self, device: Device) -> None:
         """All tensors to plain host memory, the store closed. Waits for the device, which may still read the store."""
         device.synchronize()
+        if self._scrubber is not None:
+            self._scrubber.stop()
         for weight in self.managed:
             value = self.store.tensor(weight.name)
             weight.tensor.data = value.clone() if self.store.shared else value
@@ -182,6 +189,15 @@ class Hosting:
         self.other_bytes = 0
         self.store.close()
         device.release_cached()
+
+
+def _check_settings(config: OffloadConfig, source: WeightSource | None) -> None:
+    if config.shm_keep and config.shm_backing == "memfd":
+        raise ConfigError("shm_keep = True needs shm_backing = 'file': a memfd goes with its last user")
+    if not config.shm_enabled and source is None:
+        for setting, value in (("shm_keep", config.shm_keep), ("shm_scrub_share", config.shm_scrub_share)):
+            if value:
+                raise ConfigError(f"{setting} = {value} is of the shared store: set shm_enabled = True")
 
 
 def _open_store(
@@ -201,6 +217,8 @@ def _open_store(
             namespace=config.shm_namespace,
             directory=config.shm_dir,
             wait_timeout=config.shm_wait_timeout,
+            keep=config.shm_keep,
+            backing=config.shm_backing,
             progress=progress,
         )
     if config.transfer_mode == "raw_block_transfer":

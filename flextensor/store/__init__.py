@@ -21,8 +21,8 @@ from flextensor.store.layout import (
     make_layout,
 )
 from flextensor.store.private import adopt_store, private_store
-from flextensor.store.report import PinReport, StoreReport
-from flextensor.store.scrub import Scrubber, ScrubReport
+from flextensor.store.report import PinReport, ScrubReport, StoreReport
+from flextensor.store.scrub import Scrubber
 from flextensor.store.shared import SharedStore, shared_store
 from flextensor.store.sources import TensorSource, WeightSource
 

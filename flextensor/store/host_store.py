@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -20,6 +20,9 @@ from flextensor.store.mapping import huge_bytes, map_anonymous, touch_huge, type
 from flextensor.store.numa import placement
 from flextensor.store.pinning import PinnedRegions, Region
 from flextensor.store.report import PinReport, StoreReport
+
+if TYPE_CHECKING:
+    from flextensor.store.scrub import Scrubber
 
 
 @dataclass
@@ -50,6 +53,7 @@ class HostStore:
         self.times = FillTimes()
         self.checksums: Mapping[str, str] | None = None
         self.numa = ""
+        self.scrubber: Scrubber | None = None
         self._lock = threading.RLock()
         self._closed = False
         self._private: dict[str, torch.Tensor] = {}
@@ -253,6 +257,7 @@ class HostStore:
             identity_seconds=self.times.identity,
             huge_pages=self._huge_pages(),
             numa=self._placement(),
+            scrub=None if self.scrubber is None else self.scrubber.report(),
         )
 
     def _path(self) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from flextensor.store.errors import StoreCorruptError
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,19 @@ class PinReport:
 
 
 @dataclass(frozen=True)
+class ScrubReport:
+    """What was checked so far. checked_bytes: bytes; rounds: times that every unit was checked.
+
+    corrupt: names of the weights whose bytes were wrong; ``error`` is the first such error.
+    """
+
+    checked_bytes: int
+    rounds: int
+    corrupt: tuple[str, ...]
+    error: StoreCorruptError | None
+
+
+@dataclass(frozen=True)
 class StoreReport:
     """A store's state. Sizes are bytes, times seconds.
 
@@ -40,6 +55,7 @@ class StoreReport:
     wait_seconds: time spent waiting for another process to fill it. identity_seconds: time to find its identity.
     huge_pages, numa: what is used, in words.
     edited: weights with a private copy; private_bytes is their sum.
+    scrub: what was checked all the while (``shm_scrub_share``); None where nothing is.
     """
 
     kind: str
@@ -60,7 +76,7 @@ class StoreReport:
     identity_seconds: float
     huge_pages: str
     numa: str
-    notes: tuple[str, ...] = field(default=())
+    scrub: ScrubReport | None = None
 
     @property
     def pinned_bytes(self) -> int:

@@ -6,25 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from flextensor.store.errors import StoreClosedError, StoreCorruptError
 from flextensor.store.host_store import HostStore
+from flextensor.store.report import ScrubReport
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ScrubReport:
-    """What was checked so far. checked_bytes: bytes; rounds: times that every unit was checked.
-
-    corrupt: names of the weights whose bytes were wrong; ``error`` is the first such error.
-    """
-
-    checked_bytes: int
-    rounds: int
-    corrupt: tuple[str, ...]
-    error: StoreCorruptError | None
 
 
 class Scrubber:
@@ -50,6 +37,7 @@ class Scrubber:
         self._rounds = 0
         self._corrupt: dict[str, None] = {}
         self._error: StoreCorruptError | None = None
+        store.scrubber = self
 
     def start(self) -> None:
         """Begin; again has no effect."""
