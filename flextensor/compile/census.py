@@ -24,19 +24,24 @@ class CompileReport:
 
 
 class CompileCensus:
-    """Counts Dynamo's compilations by the unit that was running. ``running()``: that unit, or None."""
+    """Counts the graphs that Dynamo makes, by the unit that was running. ``running()``: that unit, or None.
+
+    Dynamo may compile several frames of a unit, some of which make no graph (a hook before its forward).
+    """
 
     def __init__(self, running: Callable[[], int | None]) -> None:
         self.graphs: Counter[int] = Counter()
         self.called: set[int] = set()
         self._running = running
         self._handler: Any = None
+        self._before = 0
 
     def start(self) -> None:
         """Begin to count; again is free."""
         if self._handler is None:
             self._handler = torch._dynamo.callback.callback_handler
-            self._handler.register_start_callback(self._compiling)
+            self._handler.register_start_callback(self._begin)
+            self._handler.register_end_callback(self._end)
 
     @property
     def active(self) -> bool:
@@ -45,14 +50,21 @@ class CompileCensus:
 
     def stop(self) -> None:
         """Stop counting; again is free."""
-        if self._handler is not None and self._compiling in self._handler.start_callbacks:
-            self._handler.remove_start_callback(self._compiling)
+        if self._handler is None:
+            return
+        if self._begin in self._handler.start_callbacks:
+            self._handler.remove_start_callback(self._begin)
+        if self._end in self._handler.end_callbacks:
+            self._handler.remove_end_callback(self._end)
         self._handler = None
 
-    def _compiling(self, args: Any) -> None:
-        unit = self._running()
-        if unit is not None and args.callback_trigger.name == "DYNAMO":
-            self.graphs[unit] += 1
+    def _begin(self, _: Any) -> None:
+        self._before = _graphs_made()
+
+    def _end(self, _: Any) -> None:
+        unit, made = self._running(), _graphs_made() - self._before
+        if unit is not None and made > 0:
+            self.graphs[unit] += made
 
     def report(self, compiled: list[bool]) -> CompileReport:
         """``compiled``: for each unit, whether something compiled runs in its place."""
@@ -60,3 +72,7 @@ class CompileCensus:
         shared = sum(1 for unit, yes in enumerate(compiled) if yes and not self.graphs[unit] and unit in self.called)
         pending = sum(compiled) - own - shared
         return CompileReport(own, shared, len(compiled) - sum(compiled), pending, sum(self.graphs.values()))
+
+
+def _graphs_made() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

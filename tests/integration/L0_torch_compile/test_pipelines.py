@@ -171,6 +171,7 @@ def test_a_static_cache_llm_gives_the_tokens_of_the_same_model_compiled_whole(
     assert made == 2, "one for prefill and one for all decode steps, of all layers, though each has an index"
     report = manager.compile_report()
     assert (report.compiled, report.shared, report.eager, report.pending) == (1, LAYERS - 1, 0, 0)
+    assert report.graphs == made
     assert manager.plan is not None and manager.plan.streamed_bytes > 0 and manager.live().unforeseen_visits == 0
     by_id = {result["id"]: result["tokens"] for result in results}
     assert {len(tokens) for tokens in by_id.values()} == {12} and len(set(map(tuple, by_id.values()))) == 3
