@@ -26,6 +26,7 @@ from flextensor.compile.detect import first_compiled
 from flextensor.compile.tail import ReplanTail
 from flextensor.compiling import CompiledReplans
 from flextensor.config import OffloadConfig
+from flextensor.diagnostics import Diagnostics
 from flextensor.edits import Editing, WeightEdits
 from flextensor.execution import Execution
 from flextensor.hosting import Hosting
@@ -83,7 +84,8 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
         """What is entered and left: the units or their leaf modules, and manual regions."""
         self._blocks: dict[str, int] = {}
         self._reads: list[list[int]] = [[position[id(w)] for w in piece.weights] for piece in self._pieces]
-        self._sampling = 1 if config.offload_timing == "eager" else SAMPLE_EVERY
+        self._diagnostics = Diagnostics() if config.enable_diagnostics else None
+        self._sampling = 1 if config.offload_timing == "eager" or config.enable_diagnostics else SAMPLE_EVERY
         self._recorder = Recorder(device, every=self._sampling)
         self._recorder.capture_events = config.offload_timing == "cuda_graph"
         self._execution = Execution(
@@ -271,6 +273,8 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
         if self._measuring_kind:
             self._measuring_kind = False
             self._make_room()
+        if self._diagnostics is not None:
+            self._diagnostics.step_done(self)
         return result
 
     def _begin_step(self) -> None:

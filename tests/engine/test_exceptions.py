@@ -194,6 +194,54 @@ def test_out_of_memory_in_a_replan_keeps_the_plan_before(pair: MakePair, device:
     assert manager.plan is everything and not manager.refusal
 
 
+def shrink(one: Pair, nbytes: int) -> None:
+    """The device has only so many bytes for weights from now on: other processes have taken the rest."""
+    device = one.manager.device
+    device._memory_bytes = device.allocated_bytes() - one.manager.get_gpu_memory_usage()["weights"] + nbytes
+
+
+def test_where_the_plan_before_has_no_room_either_units_are_fetched_on_demand(pair: MakePair, device: str) -> None:
+    if device != "host":
+        pytest.skip("the host device's memory can be set exactly")
+    one = pair(Failing(), noise(2, 32), host_memory_bytes=1 << 20, budget=0.8)
+    one.to_inference()
+    manager = one.manager
+    plan, everything = manager.plan, manager.solve(1.0)
+    shrink(one, one.least() + 4096)
+    manager.stage(everything)
+    one.run(2)
+    assert "out of memory" in manager.refusal
+    assert manager.plan is manager.plan_in_force is not plan and manager.plan.weight_bytes < plan.weight_bytes
+    one.streams(3)
+    shrink(one, 1 << 20)
+    manager.stage(plan)
+    one.run(3)
+    assert manager.plan is plan and not manager.refusal
+
+
+def test_where_nothing_has_room_each_call_says_so_and_the_first_with_room_is_right(pair: MakePair, device: str) -> None:
+    if device != "host":
+        pytest.skip("the host device's memory can be set exactly")
+    one = pair(Failing(), noise(2, 32), host_memory_bytes=1 << 20)
+    one.to_inference()
+    manager = one.manager
+    plan = manager.plan
+    shrink(one, 1000)
+    manager.stage(manager.solve(1.0))
+    for _ in range(3):
+        with pytest.raises(ft.BudgetError, match="no room for the largest unit"):
+            one.model(*one.arguments())
+        one.same_state()
+    assert manager.get_gpu_memory_usage()["weights"] == 0 and manager.report()["refusal"]
+    with manager.edit_weights("layers.1.block.up.weight") as tensors:
+        tensors["layers.1.block.up.weight"].mul_(2)
+    one.reference.get_parameter("layers.1.block.up.weight").mul_(2)
+    shrink(one, 1 << 20)
+    one.run(3)
+    assert manager.plan is plan
+    one.streams(3)
+
+
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th line that runs in files of the engine, as a Ctrl-C may."""
 

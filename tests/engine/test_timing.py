@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import flextensor as ft
+from flextensor.diagnostics import SETTLED_STEPS
 from flextensor.live import SETTLED_SAMPLES
 from tests.engine.conftest import MakePair
 from tests.engine.harness import Pair, noise
@@ -206,3 +208,22 @@ def _step_seconds(model: nn.Module, x: torch.Tensor) -> float:
     spent = time.perf_counter() - start
     torch.cuda.synchronize()
     return spent
+
+
+def test_diagnostics_say_what_a_plan_does_and_what_its_steps_took(pair: MakePair, caplog) -> None:
+    one = pair(Blocks(), noise(2, 48), enable_diagnostics=True)
+    with caplog.at_level(logging.INFO, logger="flextensor.diagnostics"):
+        one.to_inference()
+        one.run(SETTLED_STEPS + 1)
+        plan = one.manager.plan
+        one.replan(one.least(), calls=2)
+    lines = [record.getMessage() for record in caplog.records if record.name == "flextensor.diagnostics"]
+    assert len(lines) == 3
+    assert f"{plan.streamed_bytes} bytes streamed" in lines[0] and "epoch 2" in lines[2]
+    assert "link" in lines[1] and "layers.3" in lines[1], "a row a visit"
+    quiet = pair(Blocks(), noise(2, 48))
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="flextensor.diagnostics"):
+        quiet.to_inference()
+        quiet.run(2)
+    assert not [record for record in caplog.records if record.name == "flextensor.diagnostics"]
