@@ -113,6 +113,8 @@ class OffloadConfig(BaseModel):
     shm_scrub_share: float = Field(0.0, ge=0, le=0.1)
     """Share of one core's time that checks the shared store against its checksums all the while, unit by unit."""
     enable_diagnostics: bool = False
+    """Log (INFO, ``flextensor.diagnostics``) each plan as it comes into force and what its first steps took, visit by
+    visit; every step is timed."""
     resident_below_bytes: int = 1 << 20
     """Tensors smaller than this stay resident: a copy of them costs more than their memory."""
     stream_granularity: Literal["unit", "piece"] = "unit"
