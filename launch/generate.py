@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cluster.batch_size import BatchChoice
 from cluster.job import JobEnd, Session, device_of, ray_session, run_job
-from cluster.job_spec import JobSpec, Work, forget_run
+from cluster.job_spec import JobSpec, Work, forget_run, kept_choice
 from cluster.journal import OutputJournal
 from cluster.messages import JobProgress
 from cluster.packing import pack_task, resolve_task
@@ -58,9 +58,11 @@ def spec_of(config: RunConfig) -> JobSpec:
     task = resolve_task(packed)(config.task_settings())
     if config.batch_size == "auto" and not hasattr(task, "rehearse"):
         raise TaskError(f"batch_size auto: task {config.task} cannot be tried at several sizes; give a number")
+    if config.batch_size == "auto" and config.task_options.get("batch_size"):
+        raise TaskError("batch_size auto: leave task option batch_size out; it would split what is chosen")
     if is_parquet(config.output):
         require_pyarrow(config.output)
-    return JobSpec(
+    spec = JobSpec(
         task=packed,
         task_options=getattr(task, "sent_options", config.task_settings()),
         output=config.journal,
@@ -76,6 +78,9 @@ def spec_of(config: RunConfig) -> JobSpec:
         checkpoint_seconds=config.checkpoint_seconds,
         coordinator=config.coordinator,
     )
+    if not config.overwrite:
+        kept_choice(spec)  # one that is spoilt is told now
+    return spec
 
 
 def _open_work(config: RunConfig, spec: JobSpec, console: Console) -> tuple[Work, Sequence[str]]:

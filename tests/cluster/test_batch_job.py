@@ -108,11 +108,11 @@ def test_a_replan_that_fits_nobody_is_refused_and_names_what_is_needed(start_run
 
 
 def test_a_killed_worker_comes_back_with_the_agreed_plan_and_no_item_is_lost(start_run: Callable[..., Run]) -> None:
-    run = start_run(items_of(40, steps=4, seconds=0.05))
+    run = start_run(items_of(60, steps=4, seconds=0.05))
     killed: list[int] = []
 
     def during(progress: Any) -> None:
-        if progress.done >= 4 and len(run.pool.ready) == 2 and not killed:
+        if len(run.pool.ready) == 2 and not killed and len({answer["pid"] for answer in answers_of(run).values()}) == 2:
             outcome = ray.get(run.coordinator.replan.remote(ReplanRequest(budget=0.7)), timeout=60)
             assert outcome.committed, outcome.reason
             killed.append(status_of(run).workers[0].pid)

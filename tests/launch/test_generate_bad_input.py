@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from launch.cli import app
-from tests.launch.conftest import Job
+from tests.launch.conftest import ROOT, Job
 
 
 def refused(*arguments: str) -> str:
@@ -85,6 +85,33 @@ def test_a_task_that_cannot_be_found(make_job: Callable[..., Job]) -> None:
 def test_a_budget_that_is_none(make_job: Callable[..., Job], budget: str) -> None:
     assert budget in refused("generate", "--config", str(make_job().config), f"--budget={budget}")
     assert "refused" not in refused("replan", f"--budget={budget}")
+
+
+@pytest.mark.parametrize("size", ["many", "0", "-3", "2.5"])
+def test_a_batch_size_that_is_none(make_job: Callable[..., Job], size: str) -> None:
+    line = refused("generate", "--config", str(make_job().config), f"--batch-size={size}")
+    assert "batch_size" in line and size in line and "'auto' or a whole number" in line
+
+
+def test_a_batch_size_that_cannot_be_tried(make_job: Callable[..., Job]) -> None:
+    job = make_job(batch_size="auto", task_options={"batch_size": 2})
+    assert "task option batch_size" in refused("generate", "--config", str(job.config))
+    pytest.importorskip("diffusers")
+    video = str(ROOT / "configs" / "wan-t2v-compiled.yaml")
+    line = refused("generate", "--config", video, "--tiny", "--batch-size", "auto", "--device", "host")
+    assert "batch_size auto: task launch.wan_t2v:WanT2VTask cannot be tried at several sizes; give a number" in line
+
+
+def test_checkpoints_without_a_time(make_job: Callable[..., Job]) -> None:
+    assert "checkpoint_seconds" in refused("generate", "--config", str(make_job(checkpoint_seconds=0).config))
+
+
+def test_a_kept_batch_size_that_is_spoilt(make_job: Callable[..., Job]) -> None:
+    job = make_job(batch_size="auto")
+    kept = job.output.with_name("answers.batch-size.json")
+    kept.write_text("{")
+    line = refused("generate", "--config", str(job.config))
+    assert str(kept) in line and "--overwrite" in line
 
 
 def test_commands_without_a_run_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
