@@ -1,0 +1,137 @@
+"""Compiled offload along its life: without discovery, from a saved profile, through errors and other replans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import flextensor as ft
+from flextensor.compiled_offload import correction_outcome
+from flextensor.offload_manager import get_offload_manager
+from tests.integration.L0_torch_compile.checks import (
+    assert_equal_while_streaming,
+    assert_equal_while_streaming_from_start,
+    compiled_twin,
+    external,
+    graphs,
+    replan_through_tail,
+    to_inference,
+)
+from tests.integration.L0_torch_compile.models import inputs, pair, streaming
+
+
+def compile_unit(module: nn.Module) -> nn.Module:
+    return torch.compile(module, fullgraph=True, backend="aot_eager")  # type: ignore[return-value]
+
+
+def compile_all(om: ft.OffloadManager) -> None:
+    for _, module in [*om.offload_units(), *om.resident_units()]:
+        module.compile(fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("path", ["compile_fn", "external"])
+def test_without_discovery_the_first_call_is_profiling(device, path) -> None:
+    model, twin = pair()
+    config = streaming(model, skip_discovery=True, external_compile=path == "external")
+    ft.offload(model, config, compile_fn=compile_unit if path == "compile_fn" else None)
+    om = get_offload_manager()
+    assert om.phase == "profiling" and om.iters_before_inference == config.profiling_iters
+    assert correction_outcome() == "applied"
+    twin = compiled_twin(twin, device)
+    assert_equal_while_streaming_from_start(model, twin, device)
+    if path == "external":
+        compile_all(om)
+        replan_through_tail(model, twin, device)
+    assert_equal_while_streaming(model, twin, device)
+    assert om.compile_report().eager == 0
+
+
+@pytest.mark.parametrize("path", ["compile_fn", "external"])
+def test_from_a_saved_profile_the_first_call_is_planned_and_right(device, path, tmp_path: Path) -> None:
+    compile_fn = compile_unit if path == "compile_fn" else None
+    model, twin = pair()
+    config = streaming(model, external_compile=path == "external")
+    ft.offload(model, config, compile_fn=compile_fn)
+    om = to_inference(model, device)
+    twin = compiled_twin(twin, device)
+    if path == "external":
+        compile_all(om)
+        replan_through_tail(model, twin, device)
+    om.save_profile(tmp_path / "profile.json")
+    ft.release()
+    again, _ = pair()
+    ft.offload(again, config, compile_fn=compile_fn)
+    ft.load_profile(tmp_path / "profile.json")
+    om = get_offload_manager()
+    assert om.phase == "inference" and om.iters_before_inference == 0
+    if path == "external":
+        compile_all(om)
+    assert_equal_while_streaming(again, twin, device)
+    report = om.compile_report()
+    assert (report.compiled + report.shared, report.eager, report.pending) == (6, 0, 0)
+
+
+def test_a_step_that_raises_does_not_count_in_the_tail(device) -> None:
+    model, twin = external(device)
+    om = get_offload_manager()
+    steps = om.request_strategy_replan()
+    for done in range(steps):
+        if done == 1:
+            with pytest.raises(RuntimeError):
+                model(torch.randn(2, 16, 7).to(device))
+        assert om.strategy_replan_status.state == "in_progress"
+        x = inputs(device)
+        assert torch.equal(model(x), twin(x))
+    assert om.strategy_replan_status.applied is True
+    assert_equal_while_streaming(model, twin, device)
+
+
+def test_another_budget_in_the_midst_of_a_tail_recompiles_nothing_and_the_tail_ends(device) -> None:
+    model, twin = external(device)
+    om = get_offload_manager()
+    model(inputs(device)), twin(inputs(device))
+    made = graphs()
+    for done in range(om.request_strategy_replan()):
+        if done == 2:
+            om.replan(0.8)
+        x = inputs(device)
+        assert torch.equal(model(x), twin(x))
+    assert (om.strategy_replan_status.state, om.strategy_replan_status.applied) == ("done", True)
+    assert_equal_while_streaming(model, twin, device)
+    assert graphs() == made
+
+
+def test_release_in_the_midst_of_a_tail_leaves_a_plain_model(device) -> None:
+    model, twin = pair()
+    ft.offload(model, streaming(model, external_compile=True))
+    om = to_inference(model, device)
+    compile_all(om)
+    om.request_strategy_replan()
+    model(inputs(device))
+    ft.release()
+    x = torch.randn(2, 16, 64)
+    assert torch.equal(model(x), twin(x))
+    assert all(layer._compiled_call_impl is None for layer in model.layers)
+
+
+def test_the_modules_functions_are_the_managers(device) -> None:
+    model, twin = external(device)
+    om = ft.get_offload_manager()
+    assert om is get_offload_manager()
+    assert ft.offload_units() == om.offload_units() and ft.resident_units() == om.resident_units()
+    twin = twin.to(device)
+    steps = ft.request_strategy_replan()
+    assert om.strategy_replan_status.state == "in_progress"
+    for _ in range(steps):
+        x = inputs(device)
+        assert torch.equal(model(x), twin(x))
+    assert om.strategy_replan_status.applied is True
+
+
+def test_compile_fn_and_external_compile_exclude_each_other() -> None:
+    model, _ = pair()
+    with pytest.raises(ft.ConfigError, match=r"external_compile = True and compile_fn exclude each other"):
+        ft.offload(model, streaming(model, external_compile=True), compile_fn=compile_unit)
