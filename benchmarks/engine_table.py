@@ -52,6 +52,10 @@ def _where_it_goes(rows: Sequence[Row]) -> list[str]:
         if row.transfer_seconds and row.streamed_bytes:
             rate = row.streamed_bytes / row.transfer_seconds
             parts.append(f"copies at {rate / 1e9:.1f} GB/s while on the link")
+            if row.predicted_transfer_seconds and row.predicted_stall_seconds is not None:
+                copies = row.transfer_seconds - row.predicted_transfer_seconds
+                stalls = (row.stall_seconds or 0.0) - row.predicted_stall_seconds
+                parts.append(f"against the plan: copies {copies * 1e3:+.2f} ms, stalls {stalls * 1e3:+.2f} ms")
         notes.append(f"- {row.contender}, {target_words(row.target)}: " + "; ".join(parts) + ".")
     return ["Rows more than 1% above their floor (of one sampled step, medians):", "", *notes] if notes else []
 

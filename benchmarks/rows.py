@@ -47,6 +47,8 @@ class Row:
     ratio_to_ideal: float | None = None
     predicted_seconds: float | None = None
     prediction_error: float | None = None
+    predicted_transfer_seconds: float | None = None
+    predicted_stall_seconds: float | None = None
     predicted_live_seconds: float | None = None
     prediction_live_error: float | None = None
     compute_seconds: float | None = None

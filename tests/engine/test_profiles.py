@@ -168,6 +168,27 @@ def test_stored_profiles_are_found_again_and_bad_ones_replaced(pair: MakePair, t
     assert len(list(tmp_path.iterdir())) in (2, 3)
 
 
+def test_out_of_memory_while_profiling_is_no_sample_and_saves_nothing(pair: MakePair, tmp_path: Path) -> None:
+    one = pair(Blocks(), noise(2, 48), profile_storage_dir=str(tmp_path), name="stored", profiling_iters=2)
+    one.run(2)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room for an activation")
+
+    for _ in range(3):
+        hook = one.model.layers[4].register_forward_pre_hook(full)
+        with pytest.raises(torch.OutOfMemoryError):
+            one.model(*one.arguments())
+        hook.remove()
+        assert one.manager.phase == "profiling" and one.manager.plan is None and not list(tmp_path.iterdir())
+    one.run(1)
+    assert one.manager.phase == "inference" and one.manager.plan is not None
+    (path,) = tmp_path.iterdir()
+    assert Profile.load(path).visits == one.manager.plan.visits
+    one.streams(4)
+    assert one.manager.report()["device_weight_bytes"] <= (one.budget or 0)
+
+
 def test_a_read_only_store_of_profiles_is_not_written(pair: MakePair, tmp_path: Path) -> None:
     one = pair(Blocks(), noise(2, 48), profile_storage_dir=str(tmp_path), profile_read_only=True)
     one.to_inference()
