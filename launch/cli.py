@@ -53,6 +53,9 @@ def generate(
     tiny: Annotated[
         bool, typer.Option("--tiny", help="A small random model in the place of --model, for tasks that have one.")
     ] = False,
+    keep_store: Annotated[
+        bool, typer.Option("--keep-store", help="Leave the shared weights in memory for the next run (store rm).")
+    ] = False,
     address: Address = None,
     namespace: Namespace = None,
     settings: Annotated[
@@ -82,6 +85,7 @@ def generate(
             "address": address,
             "namespace": namespace,
             "task_options.tiny": tiny or None,
+            "offload.shm_keep": keep_store or None,
         }
         overrides |= {key: value for key, value in flags.items() if value is not None}
         run_generate(load_run_config(config, overrides), console=_console())
