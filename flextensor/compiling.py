@@ -32,6 +32,7 @@ class CompiledReplans(Replans):
 
     def _expect_compilation(self) -> None:
         apply_correction()
+        bump_dynamo_limits_for_compiled_offload(len(self.units))  # also where the caller compiles and forgets to
         self._census.start()
 
     def _compile_before_profiling(self) -> None:
@@ -43,7 +44,6 @@ class CompiledReplans(Replans):
     def _compile_units(self) -> None:
         assert self._compile_fn is not None
         self._expect_compilation()
-        bump_dynamo_limits_for_compiled_offload(len(self.units))
         for unit, handle in zip(self._pieces, self._handles, strict=False):  # regions have no handle
             if handle.compiled is None:
                 handle.compiled = self._compile_fn(plain_twin(unit.module))
@@ -101,6 +101,8 @@ class CompiledReplans(Replans):
 
     def _advance_tail(self) -> None:
         last = self._tail.step_done()
+        if self._tail.measuring_begins:
+            self._recorder.clear()  # of the warm-up: a sampled step may hold a compilation
         self._recorder.every = 1 if self._tail.measures_next else self._sampling
         if not last:
             return

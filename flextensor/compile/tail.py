@@ -53,6 +53,11 @@ class ReplanTail:
         """True when the next step is a measured one, not a warm-up."""
         return self.state == "in_progress" and self.remaining <= MEASURED_STEPS
 
+    @property
+    def measuring_begins(self) -> bool:
+        """True when the warm-up is over and no measured step has been taken yet."""
+        return self.state == "in_progress" and self.remaining == MEASURED_STEPS
+
     def applied_plan(self) -> None:
         self.state, self.applied, self.reason = "done", True, ""
 

@@ -161,6 +161,21 @@ def test_forty_blocks_with_an_index_attribute_never_fall_back_to_eager(device, b
     assert graphs() == expected
 
 
+def test_units_compiled_by_a_caller_who_raised_no_limit_do_not_fall_back_to_eager(device) -> None:
+    units = torch._dynamo.config.recompile_limit + 4
+    model, twin = pair(*(IndexedBlock(at) for at in range(units)))
+    ft.offload(model, streaming(model, 0.5, external_compile=True))
+    om = to_inference(model, device)
+    for _, module in [*om.offload_units(), *om.resident_units()]:
+        module.compile(backend="eager")  # without fullgraph Dynamo gives up silently
+    twin = twin.to(device)
+    for _ in range(2):
+        x = inputs(device)
+        assert torch.equal(model(x), twin(x))
+    assert graphs() == units
+    assert (om.compile_report().compiled, om.compile_report().eager) == (units, 0)
+
+
 def test_bump_raises_limits_and_never_lowers_them() -> None:
     bump_dynamo_limits_for_compiled_offload(100)
     assert torch._dynamo.config.recompile_limit >= 100

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
 
 import flextensor as ft
+from flextensor.compile.tail import MEASURED_STEPS
 from flextensor.offload_manager import get_offload_manager
 from tests.integration.L0_torch_compile.checks import (
     assert_equal_while_streaming,
@@ -127,6 +130,24 @@ def test_the_new_plan_knows_the_compiled_units_times_and_the_link_as_it_is_now(d
     assert max(before.kinds[0].compute) < 0.02 <= min(after.kinds[0].compute)
     if device.type == "cpu":
         assert after.transfer.seconds(size) > 10 * before.transfer.seconds(size)
+
+
+def test_what_compiling_takes_in_the_tails_first_steps_is_no_compute_time(device) -> None:
+    model, _ = pair()
+    ft.offload(model, streaming(model, external_compile=True, offload_timing="eager"))  # each step is a sample
+    om = to_inference(model, device)
+
+    def compile_slowly(graph: torch.fx.GraphModule, _: object) -> object:
+        time.sleep(0.5)
+        return graph.forward
+
+    for layer in model.layers:
+        layer.compile(backend=compile_slowly)
+    for _ in range(om.request_strategy_replan() - 1):
+        model(inputs(device))
+    om.collect_offload_timing()
+    assert len(om.sampled_steps()) == MEASURED_STEPS - 1
+    assert max(max(step.compute) for step in om.sampled_steps()) < 0.5
 
 
 # ---- by update_state: what can be checked without a CUDA graph
