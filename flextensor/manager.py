@@ -350,7 +350,7 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
         self.phase, self._warmup = INFERENCE, None  # not before: units that fail to compile do so at each call
         assert self.profile is not None
         self._measured_kinds.update(kind.name for kind in self.profile.kinds)
-        self._switch(self.solve_configured(), None)
+        self._switch_to_what_fits(self.solve_configured())
         self._execution.unforeseen_before = 0  # until now every visit was, by design
 
     # ---- saved profiles

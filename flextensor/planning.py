@@ -103,11 +103,11 @@ def check(plan: Plan, profile: Profile, room: Room, device: str) -> None:
         )
 
 
-def after_out_of_memory(profile: Profile, room: Room, config: OffloadConfig) -> Plan | None:
-    """A plan with clearly fewer weights than now; None when there is none."""
-    budget = int((room.weights + room.other) * SHRINK_AFTER_OOM)
+def fewer_weights(profile: Profile, weights: int, config: OffloadConfig) -> Plan | None:
+    """A plan with clearly fewer weights than ``weights`` bytes, which were too many; None when there is none."""
+    budget = int((weights + profile.other_bytes) * SHRINK_AFTER_OOM)
     try:
         plan = solve(profile, budget, config)
     except BudgetError as error:
         plan = solve(profile, error.needed, config)
-    return plan if plan.weight_bytes < room.weights else None
+    return plan if plan.weight_bytes < weights else None

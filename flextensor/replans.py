@@ -127,6 +127,26 @@ class Replans(Measured):
         self.plan = plan
         self.epoch = self.epoch + 1 if epoch is None else epoch
 
+    def _switch_to_what_fits(self, plan: Plan) -> None:
+        """``_switch``, and to fewer and fewer weights while the device has less room than it says (its free memory may
+        be in pieces)."""
+        assert self.profile is not None
+        while True:
+            try:
+                self._switch(plan, None)
+                return
+            except torch.OutOfMemoryError as error:
+                less = planning.fewer_weights(self.profile, plan.weight_bytes, self.config)
+                if less is None:
+                    raise
+                logger.warning(
+                    "%d bytes of weights find no room (%s); planning for %d",
+                    plan.weight_bytes,
+                    error,
+                    less.weight_bytes,
+                )
+                plan = less
+
     def _now_in_force(self, plan: Plan | None) -> None:
         if self.plan is not None and plan is not None:
             self.plan = plan
@@ -150,7 +170,7 @@ class Replans(Measured):
     def _give_way(self) -> None:
         """A step ran out of memory: the next one has fewer weights on the device."""
         try:
-            plan = planning.after_out_of_memory(self.current_profile(), self._room(), self.config)
+            plan = planning.fewer_weights(self.current_profile(), self._execution.memory.nbytes, self.config)
         except (BudgetError, OffloadError):
             plan = None
         if plan is None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import flextensor as ft
+from flextensor.runtime.host import HostDevice
 from tests.engine.conftest import MakePair
+from tests.engine.harness import Pair
 from tests.engine.models import Blocks
 
 
@@ -56,6 +58,30 @@ def test_where_no_plan_has_fewer_weights_it_says_so(pair: MakePair, caplog) -> N
 
 def _out_of_memory(*_: object) -> None:
     raise torch.OutOfMemoryError
+
+
+class InPieces(HostDevice):
+    """A device whose free memory is in pieces: no allocation of more than ``largest`` bytes succeeds."""
+
+    largest = 1 << 40
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self.largest:
+            raise torch.OutOfMemoryError(f"{nbytes} bytes asked for, the largest piece has {self.largest}")
+        return super().allocate(nbytes)
+
+
+def test_a_first_plan_that_finds_no_room_makes_way_for_a_smaller_one(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    device = InPieces(memory_bytes=1 << 30, link_bytes_per_second=2e9)
+    monkeypatch.setattr("flextensor.api.make_device", lambda config: device)
+    one = Pair(Blocks(), blocks, device="host", budget=0.9)
+    device.largest = one.model_bytes // 3
+    one.run(one.manager.iters_before_inference)
+    plan = one.manager.plan
+    assert plan is not None and "find no room" in caplog.text
+    assert plan.arena_bytes <= device.largest and plan.weight_bytes < 0.9 * one.model_bytes
+    one.streams(4)
+    one.release()
 
 
 @pytest.mark.gpu
