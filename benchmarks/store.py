@@ -40,7 +40,7 @@ from flextensor.store.limits import memory_limits
 
 logger = logging.getLogger(__name__)
 
-START_ROUNDS = 3
+START_ROUNDS = 2
 SAMPLE_SECONDS = 0.02
 PROCESS_SECONDS = 300.0
 TINY = 256 << 20

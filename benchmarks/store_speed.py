@@ -17,7 +17,8 @@ import torch
 
 from benchmarks.store_process import get_store
 from flextensor.store.filling import thread_count
-from flextensor.store.mapping import map_anonymous
+from flextensor.store.mapping import map_anonymous, map_file
+from flextensor.store.reserving import reserve
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ def measure_speeds(checkpoint: Path, directory: str, weight_bytes: int) -> dict[
         "one": lambda: {"memcpy_one_thread": _into_touched(source, 1)},
         "all": lambda: {"memcpy_all_threads": _into_touched(source, threads)},
         "fresh": lambda: {"memcpy_fresh_pages": _into_fresh(source, threads, directory)},
+        "reserved": lambda: {"memcpy_reserved_pages": _into_reserved(source, threads, directory)},
         "fill": lambda: _fill(checkpoint, directory),
     }
     found: dict[str, list[float]] = {}
@@ -60,6 +62,20 @@ def _into_fresh(source: torch.Tensor, threads: int, directory: str) -> float:
     area = mmap.mmap(fd, source.numel())
     os.close(fd)
     return _copy(source, torch.frombuffer(area, dtype=torch.uint8).data_ptr(), threads)
+
+
+def _into_reserved(source: torch.Tensor, threads: int, directory: str) -> float:
+    """The same with the file's pages got first, as a store's are; the time for that counts."""
+    fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        started = time.perf_counter()
+        os.ftruncate(fd, source.numel())
+        target = map_file(fd, source.numel())
+        reserve(fd, target, threads)
+        reserving = time.perf_counter() - started
+        return source.numel() / (reserving + source.numel() / _copy(source, target.data_ptr(), threads))
+    finally:
+        os.close(fd)
 
 
 def _copy(source: torch.Tensor, target: int, threads: int) -> float:

@@ -19,8 +19,9 @@ PIECE = 8 << 20
 
 Not smaller: sixteen threads that take the interpreter lock for every MiB fill four times slower (measured).
 """
-_HOT = 2 << 20
-"""Bytes that are checked before the next ones are read: less than a core's cache, and a multiple as ``PIECE`` is."""
+_HOT = 4 << 20
+"""Bytes that are checked before the next ones are read: less than a core's share of cache; a multiple as ``PIECE`` is.
+"""
 
 Reader = Callable[[torch.Tensor, int], None]
 """Writes the bytes from ``start`` of one tensor into a uint8 view, as long as the view is."""
