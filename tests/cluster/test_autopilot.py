@@ -92,6 +92,12 @@ def test_members_links_and_memory_that_change_are_planned_for(start_run: Callabl
     )
 
     def work() -> None:
+        try:
+            changes()
+        finally:
+            finish(run)
+
+    def changes() -> None:
         await_event(run, replanned("workers 0, 1 joined"))
 
         in_worker(run, 0, set_link(SLOW_LINK))
@@ -110,7 +116,6 @@ def test_members_links_and_memory_that_change_are_planned_for(start_run: Callabl
 
         ray.get(run.coordinator.dismiss.remote(1), timeout=30)
         await_event(run, replanned("worker 1 left"))
-        finish(run)
 
     run_with(run, work)
     assert_answers_right(run)
@@ -119,11 +124,17 @@ def test_members_links_and_memory_that_change_are_planned_for(start_run: Callabl
 
 
 def test_a_plan_that_is_worse_than_the_one_before_is_rolled_back(start_run: Callable[..., Run]) -> None:
-    run = start_run(items_of(4000, steps=4, seconds=0.002), config=config(), rollback_steps=12)
+    run = start_run(items_of(4000, steps=4, seconds=0.002), config=config(), rollback_steps=150)
 
     def work() -> None:
-        outcome = replan(run, budget=0.9)
-        await_event(run, lambda event: event["event"] == "measured" and event["epoch"] == outcome.epoch)
+        try:
+            mistake()
+        finally:
+            finish(run)
+
+    def mistake() -> None:
+        assert replan(run, budget=0.9).committed
+        time.sleep(0.5)
         better = replan(run)
         assert better.committed, better.reason
         for rank in (0, 1):
@@ -133,7 +144,6 @@ def test_a_plan_that_is_worse_than_the_one_before_is_rolled_back(start_run: Call
         back = await_event(run, replanned(told["reason"]))
         assert back["epoch"] == better.epoch + 1 and back["budgets"] == {"0": 0.9, "1": 0.9}
         time.sleep(1.0)
-        finish(run)
 
     run_with(run, work)
     assert_answers_right(run)
