@@ -111,9 +111,6 @@ def replans(made: Rig, steps: int, expected: dict[int, str], budgets: Sequence[f
                 outcome = made.replan(budget=budget)
             ended = time.time()
             time.sleep(0.5)
-            moved = max(
-                max(now.weight_bytes - was.weight_bytes, 0) for was, now in zip(before, made.states(), strict=True)
-            )
             told.append(
                 {
                     "to": "rollback" if budget is None else f"{budget:.0%}",
@@ -125,7 +122,7 @@ def replans(made: Rig, steps: int, expected: dict[int, str], budgets: Sequence[f
                     "measure_seconds": outcome.measure_seconds,
                     "round_seconds": outcome.round_seconds,
                     "parked_seconds": outcome.parked_seconds,
-                    "grown_bytes": moved,
+                    "moved_bytes": max(change.moved_bytes for change in outcome.changes),
                     "link_bytes_per_second": min(state.link_bytes_per_second for state in before),
                     "step_before": max(state.step_seconds for state in before),
                 }
@@ -161,7 +158,7 @@ def _pause_and_recovery(answers: Answers, one: dict[str, Any], until: float) -> 
         first = next((b for a, b in gaps if a >= one["ended"] - 1e-3 and b - a <= steady), until)
         recoveries.append(first - one["round_began"])
     link = one["link_bytes_per_second"]
-    allowed = one["step_before"] + (one["grown_bytes"] / link if link else 0.0)
+    allowed = one["step_before"] + (one["moved_bytes"] / link if link else 0.0)
     return {
         "pause_seconds": max(pauses, default=0.0),
         "recovery_seconds": max(recoveries, default=0.0),

@@ -52,7 +52,9 @@ class LightWorker:
         """A plan of no bytes."""
         empty = SimpleNamespace(weight_bytes=0, resident_bytes=0, streamed_bytes=0, prediction=None)
         plans = {f"worker-{self._rank}": empty}
-        return SimpleNamespace(rank=self._rank, plans=plans, plan=empty, other_bytes=0, before_step_seconds=0.0)
+        return SimpleNamespace(
+            rank=self._rank, plans=plans, plan=empty, other_bytes=0, before_step_seconds=0.0, moved_bytes=0
+        )
 
     def prepare(self, number: int, epoch: int, plans: Any, budget: Any, timeout: float, stands_at: int | None) -> None:
         """Stand at a step boundary."""

@@ -114,17 +114,19 @@ def _replans(data: dict[str, Any]) -> list[str]:
     found = data.get("replans")
     if found is None:
         return []
-    head = ["to", "epoch", "round ms", "pause ms", "allowed ms", "recovery ms"]
+    head = ["to", "epoch", "round ms", "stood ms", "pause ms", "step ms", "moved MB", "allowed ms", "recovery ms"]
     rows = [
         [
             one["to"],
             str(one["epoch"]),
-            *(_ms(one[key]) for key in ("round_seconds", "pause_seconds", "allowed_seconds", "recovery_seconds")),
+            *(_ms(one[key]) for key in ("round_seconds", "parked_seconds", "pause_seconds", "step_before")),
+            f"{one['moved_bytes'] / 1e6:.1f}",
+            *(_ms(one[key]) for key in ("allowed_seconds", "recovery_seconds")),
         ]
         for one in found["replans"]
     ]
     text = f"{found['items']} items, {len(found['different'])} of them different from a quiet run's. Allowed: one step "
-    text += "and the grown bytes over the link."
+    text += "and the moved bytes (what becomes resident, and what the first step finds in its slots) over the link."
     return ["## Replans under load", "", text, "", *_table(head, rows)]
 
 

@@ -149,6 +149,14 @@ class Engines:
                 most,
             )
 
+    def moved_bytes(self, plans: Plans) -> int:
+        """Bytes over the link that going over to ``plans`` takes, all managers together."""
+        return sum(
+            moved_bytes(manager.plan_in_force, plans[name], manager.profile)
+            for name, manager in self._planned().items()
+            if name in plans and manager.profile is not None
+        )
+
     def stage(self, plans: Plans, budget: Budget, epoch: int) -> None:
         """Put ``plans`` in force, each at its manager's next step. The model's thread stands at a boundary or idles."""
         for name, manager in self._planned().items():
@@ -171,6 +179,12 @@ class Engines:
     def close(self) -> None:
         """Forget the managers."""
         self._managers.clear()
+
+
+def moved_bytes(old: Plan, new: Plan, profile: Profile) -> int:
+    """What becomes resident, and what the first step under ``new`` finds in its slots."""
+    fresh = sum(profile.tensors[tensor].nbytes for tensor in new.resident - old.resident)
+    return fresh + sum(copy.nbytes for copy in (*new.initial, *(copy for copy in new.copies if copy.lag)))
 
 
 def with_wait(profile: Profile, wait: float) -> Profile:

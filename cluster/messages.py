@@ -90,12 +90,14 @@ class Measurement:
 @dataclass(frozen=True)
 class Proposal:
     """The plans that a worker has solved and checked for a round. other_bytes: weights on its device that no plan
-    manages. before_step_seconds: what a step of its own manager took lately."""
+    manages. before_step_seconds: what a step of its own manager took lately. moved_bytes: over the link, by the change
+    itself: what becomes resident, and what the first step finds in its slots."""
 
     rank: int
     plans: Plans
     other_bytes: int
     before_step_seconds: float
+    moved_bytes: int = 0
 
     @property
     def plan(self) -> Plan:
@@ -129,7 +131,8 @@ class ReplanRequest:
 
 @dataclass(frozen=True)
 class WorkerChange:
-    """One worker's part of a replan: the plan before and after, in bytes and in seconds a step."""
+    """One worker's part of a replan: the plan before and after, in bytes and in seconds a step; moved_bytes: over the
+    link, by the change itself."""
 
     rank: int
     before_weight_bytes: int
@@ -139,6 +142,7 @@ class WorkerChange:
     resident_bytes: int
     streamed_bytes: int
     predicted: Prediction | None
+    moved_bytes: int = 0
 
 
 @dataclass(frozen=True)

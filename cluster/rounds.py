@@ -219,6 +219,7 @@ class Replans:
             parked_seconds=round(outcome.parked_seconds, 4),
             streamed_bytes={change.rank: change.streamed_bytes for change in outcome.changes},
             weight_bytes={change.rank: change.weight_bytes for change in outcome.changes},
+            moved_bytes={change.rank: change.moved_bytes for change in outcome.changes},
             predicted_step_seconds=epoch.record.predicted_step_seconds,
             step_indexes=outcome.step_indexes,
         )
@@ -283,4 +284,5 @@ def _change(before: WorkerState | None, proposal: Proposal) -> WorkerChange:
         resident_bytes=sum(plan.resident_bytes for plan in plans) + proposal.other_bytes,
         streamed_bytes=proposal.plan.streamed_bytes,
         predicted=proposal.plan.prediction,
+        moved_bytes=proposal.moved_bytes,
     )

@@ -58,7 +58,13 @@ class Switching:
         if plans is None:
             plans = engines.solve(budget, transfer, wait)
         engines.check(plans)
-        return Proposal(self._rank, plans, engines.other_bytes, engines.main.live().step_seconds)
+        return Proposal(
+            rank=self._rank,
+            plans=plans,
+            other_bytes=engines.other_bytes,
+            before_step_seconds=engines.main.live().step_seconds,
+            moved_bytes=engines.moved_bytes(plans),
+        )
 
     def hold(self, round_number: int) -> int:
         """See ``Worker.hold``."""

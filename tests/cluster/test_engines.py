@@ -123,3 +123,19 @@ def test_the_wait_for_a_group_is_a_part_of_each_step(worker: Worker) -> None:
         assert kind.gap[0] == pytest.approx(was.gap[0] + 0.5) and kind.gap[1:] == was.gap[1:]
     plan = worker.propose(1, None, None, None, 0.5).plan
     assert plan.prediction is not None and plan.prediction.step_seconds > 0.5
+
+
+def test_the_bytes_that_a_change_moves_are_known_before_it(worker: Worker) -> None:
+    proposal = worker.propose(1, 0.9, None, None)
+    before = worker.state()
+    worker.prepare(1, 2, proposal.plans, 0.9, 1.0)
+    worker.commit(1)
+    run_item(worker, steps=1)
+    after = worker.state()
+    steps = sum(one.streamed_bytes for one in after.engines if one.name in NAMES)
+    moved = after.copied_bytes_total - before.copied_bytes_total - steps
+    assert proposal.moved_bytes > 0
+    # A manager fetches up to a step ahead, in the plan before and in the one after.
+    assert abs(moved - proposal.moved_bytes) <= steps
+    again = worker.propose(2, 0.9, proposal.plans, None)
+    assert again.moved_bytes < proposal.moved_bytes, "nothing becomes resident any more"
