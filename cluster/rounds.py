@@ -195,7 +195,7 @@ class Replans:
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, BaseException):
                 self._events.write("commit_unanswered", rank=member.rank, error=why(answer))
-                self._spawn(self._catch_up(member))
+                self._spawn(self._catch_up(member, number))
             else:
                 parked = max(parked, answer)
         return parked
@@ -225,9 +225,9 @@ class Replans:
         )
         self._on_new(epoch, old)
 
-    async def _catch_up(self, member: Member) -> None:
+    async def _catch_up(self, member: Member, number: int) -> None:
         """A worker that did not answer the commit takes the agreed plans now; a dead one does when it joins. One that
-        lives and refuses stays in the run, on its old plans: it is told, and the next round takes it along."""
+        lives and refuses goes on in the run, on its old plans: it is told, and the next round takes it along."""
         error = "it did not answer"
         for _ in range(CATCH_UP_ATTEMPTS):
             await asyncio.sleep(self._options.poll)
@@ -246,6 +246,7 @@ class Replans:
                 return
             except (RayError, TimeoutError) as refused:
                 error = why(refused)
+                await self._roster.ask_each([member], lambda m: m.handle.abort.remote(number), ABORT_TIMEOUT)
         self._events.write("catch_up_refused", rank=member.rank, epoch=self.epoch, error=error)
 
     # ---- what joins

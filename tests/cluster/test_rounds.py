@@ -1,0 +1,190 @@
+"""Rounds that go wrong in ways that real processes seldom do: real workers and a real coordinator in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.coordinator import Coordinator
+from cluster.messages import CoordinatorOptions, JobProgress, Lease, ReplanRequest, WorkerState
+from cluster.roster import hang_after, longest_between_boundaries
+from cluster.worker import Worker
+from tests.cluster.local_handles import LocalHandle
+from tests.cluster.test_worker import start_of
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    first = start_of()
+    made = [Worker(first), Worker(start_of(rank=1, store_namespace=first.store_namespace))]
+    for worker in made:
+        worker.setup()
+    yield made
+    for worker in made:
+        worker.close()
+    sys.modules.pop("tiny_task", None)
+
+
+class Bench:
+    """A coordinator over the workers, its events in a file."""
+
+    def __init__(self, workers: list[Worker], path: Path, **options: Any) -> None:
+        self.workers, self.path = workers, path
+        settings = {"poll": 0.05, "rollback_margin": None} | options
+        self.coordinator = Coordinator(CoordinatorOptions("unit", str(path), **settings))
+
+    async def admit(self, before: dict[int, Callable[[str], None]] | None = None) -> None:
+        for rank, worker in enumerate(self.workers):
+            handle = LocalHandle(worker, (before or {}).get(rank, lambda method: None))
+            await self.coordinator.enlist(rank, handle)
+            await self.coordinator.admit(rank, handle)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [e for line in self.path.read_text().splitlines() if (e := json.loads(line))["event"] == name]
+
+    async def until(self, what: Callable[[], bool], seconds: float = 20.0) -> None:
+        end = asyncio.get_running_loop().time() + seconds
+        while not what():
+            assert asyncio.get_running_loop().time() < end, self.path.read_text()
+            await asyncio.sleep(0.02)
+
+    def end(self) -> None:
+        for task in list(self.coordinator._background):
+            task.cancel()
+
+
+def run(bench: Bench, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def whole() -> None:
+        try:
+            await work()
+        finally:
+            bench.end()
+
+    asyncio.run(whole())
+
+
+def step(worker: Worker, count: int = 1) -> None:
+    worker.run(Lease(0, ({"id": "a", "steps": count},)))
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_live_worker_that_refuses_to_catch_up_is_not_taken_for_dead(
+    pair: list[Worker], tmp_path: Path, recovers: bool
+) -> None:
+    bench = Bench(pair, tmp_path / "events.jsonl")
+    refused = 0
+
+    def befalls(method: str) -> None:
+        """It is not ready when the commit comes, and when it is asked to catch up for the first time(s)."""
+        nonlocal refused
+        if method == "commit" and not refused:
+            pair[1]._phase = "loading"
+        elif method == "join" and pair[1]._phase == "loading":
+            refused += 1
+            if recovers and refused == 2:
+                pair[1]._phase = "ready"
+
+    async def work() -> None:
+        await bench.admit({1: befalls})
+        outcome = await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))
+        assert outcome.committed and len(bench.events("commit_unanswered")) == 1
+        await bench.until(lambda: bool(bench.events("caught_up") or bench.events("catch_up_refused")))
+        assert not bench.events("worker_lost"), "it refused, and lives"
+        assert (await bench.coordinator.status()).missing == ()
+        if not recovers:
+            assert "is loading, not ready" in bench.events("catch_up_refused")[0]["error"]
+            pair[1]._phase = "ready"
+            await asyncio.to_thread(step, pair[1])
+            assert pair[1].state().epoch == 1, "it goes on with its old plan"
+        again = await bench.coordinator.replan(ReplanRequest(budget=0.8, measure=False))
+        assert again.committed and {change.rank for change in again.changes} == {0, 1}, again.reason
+
+    run(bench, work)
+    for worker in pair:
+        step(worker)
+    assert [worker.state().epoch for worker in pair] == [3, 3]
+    assert len({worker.state().weight_bytes for worker in pair}) == 1
+
+
+def test_a_lockstep_group_whose_member_has_no_work_stays_and_says_who_it_is(pair: list[Worker], tmp_path: Path) -> None:
+    bench = Bench(pair, tmp_path / "events.jsonl", prepare_timeout=0.3, lockstep=((0, 1),))
+
+    async def work() -> None:
+        await bench.admit()
+        await asyncio.to_thread(step, pair[0], 3)
+        outcome = await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))
+        assert not outcome.committed
+        assert "worker 1" in outcome.reason and "stands before step 3" in outcome.reason
+        assert "idle before step 0" in outcome.reason
+        await asyncio.to_thread(step, pair[1], 3)
+        again = await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))
+        assert again.committed and again.step_indexes == {0: 3, 1: 3}, again.reason
+
+    run(bench, work)
+
+
+def test_a_worker_that_comes_back_is_counted_on_with_its_group(pair: list[Worker], tmp_path: Path) -> None:
+    bench = Bench(pair, tmp_path / "events.jsonl", lockstep=((0, 1),))
+
+    async def work() -> None:
+        await bench.admit()
+        for worker in pair:
+            await asyncio.to_thread(step, worker, 5)
+        assert [worker.state().step_index for worker in pair] == [5, 5]
+        pair[1]._gate.align(0)  # a new process counts from 0
+        handle = LocalHandle(pair[1])
+        await bench.coordinator.enlist(1, handle)
+        await bench.coordinator.admit(1, handle)
+        assert pair[1].state().step_index == 5
+
+    run(bench, work)
+
+
+def test_the_log_tells_a_run_from_its_start_to_its_end(pair: list[Worker], tmp_path: Path) -> None:
+    bench = Bench(pair, tmp_path / "events.jsonl", rollback_steps=0)
+
+    async def work() -> None:
+        coordinator = bench.coordinator
+        await bench.admit()
+        await coordinator.progress(JobProgress(total=4, started=1.0))
+        await coordinator.replan(ReplanRequest(budget=0.9, reason="more"))
+        await coordinator.replan(ReplanRequest(budget=0.8, dry_run=True))
+        await coordinator.replan(ReplanRequest(budget=1000))
+        await coordinator.pause(True)
+        await coordinator.pause(False)
+        await coordinator.rollback()
+        await bench.until(lambda: bool(bench.events("measured")))
+        await coordinator.lose(1, "gone")
+        await coordinator.dismiss(1)
+        await coordinator.event("job_finished", {"done": 4})
+
+    run(bench, work)
+    lines = [json.loads(line) for line in bench.path.read_text().splitlines()]
+    assert all(line["time"] > 1.7e9 for line in lines)
+    names = [line["event"] for line in lines]
+    assert names[0] == "run_started" and lines[0]["options"]["poll"] == 0.05
+    wanted = ["worker_enlisted", "worker_joined", "job_started", "replanned", "replan_tried", "replan_refused"]
+    wanted += ["paused", "resumed", "replanned", "worker_lost", "worker_dismissed", "job_finished"]
+    rest = iter(names)
+    assert all(name in rest for name in wanted), names
+    told = bench.events("replanned")[0]
+    assert (
+        told["reason"] == "more" and set(told["moved_bytes"]) == {"0", "1"} and told["budgets"] == {"0": 0.9, "1": 0.9}
+    )
+
+
+def test_waiting_for_a_boundary_follows_the_longest_time_between_two() -> None:
+    video = WorkerState(0, 1, 1, "a", "GPU", "ready", step_seconds=200.0, longest_busy_seconds=290.0)
+    quick = WorkerState(0, 1, 1, "a", "GPU", "ready", step_seconds=0.05, longest_busy_seconds=0.4)
+    assert longest_between_boundaries(video) == 290.0
+    assert hang_after(video, 600.0) == 4 * 290.0 and hang_after(quick, 600.0) == 600.0 == hang_after(None, 600.0)
+    bench = Coordinator(CoordinatorOptions("unit"))
+    bench._roster.members = {}
+    assert bench._roster.boundary_timeout() == 30.0
