@@ -142,18 +142,22 @@ def replans(made: Rig, steps: int, expected: dict[int, str], budgets: Sequence[f
 
 
 def _pause_and_recovery(answers: Answers, one: dict[str, Any], until: float) -> dict[str, float]:
-    """pause: how much longer than a usual one the longest step around the commit was, of any worker. recovery: from
-    the round's begin to the first steady step of the slowest worker. allowed: one step and moved bytes over the link.
+    """pause: how much longer than a usual one the step was in which a worker stood and changed plans, of any worker.
+    recovery: from the round's begin to the first steady step of the slowest worker. allowed: one step and moved bytes
+    over the link.
+
+    Steps are timed from begin to begin within one item: between two items a worker waits for other reasons, too. One
+    that was between two items when the round came did not pause.
     """
     pauses, recoveries = [], []
     for pid in {answer["pid"] for answer in answers}:
-        stamps = sorted(stamp for answer in answers if answer["pid"] == pid for stamp in answer["stamps"])
-        gaps = list(itertools.pairwise(stamps))
+        items = [answer["stamps"] for answer in answers if answer["pid"] == pid]
+        gaps = sorted(gap for stamps in items for gap in itertools.pairwise(stamps))
         usual = [b - a for a, b in gaps if one["ended"] + 0.3 < a and b < until]
-        around = [b - a for a, b in gaps if b > one["round_began"] and a < one["ended"] + 0.3]
-        if not usual or not around:
+        around = [b - a for a, b in gaps if b > one["round_began"] and a < one["ended"]]
+        if not usual:
             continue
-        pauses.append(max(around) - median(usual))
+        pauses.append(max((gap - median(usual) for gap in around), default=0.0))
         steady = SETTLED * max(median(usual), 1e-4)
         first = next((b for a, b in gaps if a >= one["ended"] - 1e-3 and b - a <= steady), until)
         recoveries.append(first - one["round_began"])

@@ -129,18 +129,16 @@ class Solver:
             newer = _Draft(
                 {**draft.proposals, **await self.ask(chosen, number, budgets, {}, again)}, {**draft.offers, **again}
             )
-            if not self._is_better(newer, draft, links):
+            if self._is_worse(newer, draft, links):
                 break
             draft = newer
         return draft
 
-    def _is_better(self, newer: _Draft, older: _Draft, links: tuple[Link, ...]) -> bool:
-        """By the objective; where that is the same, by the memory that the plans take."""
+    def _is_worse(self, newer: _Draft, older: _Draft, links: tuple[Link, ...]) -> bool:
+        """By the objective. Of two that are alike, the newer one was made for the link that there will be."""
         lockstep = self._options.lockstep
         ours, theirs = (score(settle(links, draft.loads(), lockstep), lockstep) for draft in (newer, older))
-        if is_better(ours, theirs):
-            return True
-        return not is_better(theirs, ours) and _bytes(newer) < _bytes(older)
+        return is_better(theirs, ours)
 
 
 def _worth_asking(draft: _Draft, outlook: Outlook, rank: int, budget: Budget, *, in_group: bool) -> bool:
@@ -160,7 +158,3 @@ def _curve(measured: Measurement | None, bandwidth: float | None) -> TransferCur
     if measured is None or bandwidth is None:
         return None
     return measured.transfer.scaled(measured.transfer.bandwidth / bandwidth)
-
-
-def _bytes(draft: _Draft) -> int:
-    return sum(plan.weight_bytes for p in draft.proposals.values() for plan in p.plans.values())
