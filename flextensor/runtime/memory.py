@@ -97,8 +97,8 @@ class DeviceWeights:
             self._arena = None
         try:
             fresh, homeless = self._keep_residents(plan.resident)
-            if self.nbytes < before:
-                self.device.release_cached()
+            if homeless or self.nbytes < before:
+                self.device.release_cached()  # or new memory would be cut from blocks that activations come back for
             with torch.inference_mode(False):
                 self._residents.grow(homeless)
                 if self._arena is None and plan.arena_bytes:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import engine, engine_run
+from benchmarks import engine, engine_run, loader_host
 from benchmarks.model import TINY, build, make_input, weight_bytes
 from benchmarks.rows import KEYS
 
@@ -82,6 +82,11 @@ def test_the_run_is_recorded_and_drawn(results: Path, data: dict[str, Any]) -> N
     trace = json.loads((results / "trace-ours-64.json").read_text())
     assert {event["cat"] for event in trace["traceEvents"] if event["ph"] == "X"} >= {"compute", "copy", "slot"}
     assert (results / "trace-ours-64.png").read_bytes().startswith(PNG)
+
+
+def test_the_loaders_host_time_is_that_of_a_streaming_plan() -> None:
+    found = loader_host.measure(visits=8, steps=50)
+    assert found["copies"] >= 3 and 0 < found["loader_us"] < found["whole_us"] < 200
 
 
 def test_a_contender_that_is_not_there_is_a_row_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,7 @@ def test_the_expected_step_is_that_of_settled_steps_and_not_of_the_profile(pair:
     assert told["prediction_measured"] == "live"
     assert told["prediction_when_planned"]["compute_seconds"] < 0.5 * told["prediction"]["compute_seconds"]
     assert abs(told["prediction"]["compute_seconds"] - live.compute_seconds) < 0.2 * live.compute_seconds
+    assert manager.replan("60%").budget_bytes == manager.replan(0.6).budget_bytes
     plan = manager.replan("latency")
     assert plan.prediction is not None and plan.prediction.compute_seconds > 5 * 5e-3
     one.run(1)
