@@ -140,6 +140,8 @@ class BatchTrial:
 
         manager = self._manager
         try:
+            # Twice: at the first step of a new kind the manager begins to measure the peak anew.
+            self._rehearse(request.longest[:size], brief=True)
             beside = self._beside(self._rehearse(request.longest[:size], brief=True))
             with manager.every_step_timed():
                 rehearsed = self._rehearse(request.typical[:size], brief=False)

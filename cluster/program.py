@@ -110,6 +110,8 @@ def run_batch(
     try:
         if overwrite:
             forget_run(spec)
+            if is_parquet(target):
+                target.unlink(missing_ok=True)  # of the run before: it must not be taken for this one's
         before = sum(1 for key in ids if key in journal.finished)
         work = Work(found, journal, JobProgress(total=len(found), skipped=before), length)
         outcome = BatchOutcome(target, ids, work.progress)

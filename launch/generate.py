@@ -89,6 +89,8 @@ def _open_work(config: RunConfig, spec: JobSpec, console: Console) -> tuple[Work
     journal = OutputJournal(spec.output, overwrite=config.overwrite)
     if config.overwrite:
         forget_run(spec)
+        if is_parquet(config.output):
+            config.output.unlink(missing_ok=True)  # of the run before: it must not be taken for this one's
     skipped = len(journal.finished)
     if skipped:
         failed = f", {len(journal.failed)} of them with an error" if journal.failed else ""
