@@ -60,7 +60,7 @@ class ItemCheckpoint:
         """Replace what was kept; on disk when this returns."""
         if self._path is None:
             return
-        part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
+        part = self._path.with_name(f".{self._path.name}.part")
         try:
             part.parent.mkdir(parents=True, exist_ok=True)
             with open(part, "wb") as file:

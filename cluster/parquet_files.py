@@ -68,7 +68,7 @@ def write_answers(journal: Path, target: Path, order: Sequence[str]) -> int:
     rows = [answers.pop(key) for key in order if key in answers] + list(answers.values())
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = pyarrow.table({name: _column([row.get(name) for row in rows]) for name in names})
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    part = target.with_name(f".{target.name}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "wb") as file:
