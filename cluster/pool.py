@@ -28,7 +28,7 @@ PATIENCE = 60.0
 ADMIT_ATTEMPTS = 20
 ADMIT_TIMEOUT = 120.0
 ASK_TIMEOUT = 2.0
-GONE_TIMEOUT = 5.0
+GONE_TIMEOUT = 20.0
 
 
 class NoWorkers(RuntimeError):
@@ -69,6 +69,7 @@ class WorkerPool:
         self._hold = hold
         self._sample = sample
         self._given_up: list[str] = []
+        self._dying: list[int] = []
         self.coordinator = coordinator
         self.slots = [Slot(rank, make(rank)) for rank in range(workers)]
         for slot in self.slots:
@@ -177,6 +178,7 @@ class WorkerPool:
         self._given_up.append(f"worker {slot.rank} is given up: {first_line(error)}")
         self.coordinator.dismiss.remote(slot.rank)
         self.coordinator.event.remote("worker_given_up", {"rank": slot.rank, "error": first_line(error)})
+        self._dying += _processes_here([slot])
         ray.kill(slot.handle)
         if all(other.phase == "given up" for other in self.slots):
             cause = getattr(error, "cause", None) or error
@@ -203,7 +205,7 @@ class WorkerPool:
         for slot in alive:
             ray.kill(slot.handle)
             slot.phase = "given up"
-        _wait_until_gone(processes)
+        _wait_until_gone(processes + self._dying)
 
 
 def _processes_here(slots: list[Slot]) -> list[int]:
