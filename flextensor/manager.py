@@ -305,14 +305,6 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
 
     # ---- discovery and profiling
 
-    @property
-    def iters_before_inference(self) -> int:
-        """Calls of the model until the phase is ``inference``, counted from ``offload``."""
-        if self._from_saved_profile:
-            return 0
-        discovery = 0 if self.config.skip_discovery else self.config.discovery_iters
-        return discovery + self.config.profiling_iters
-
     def _finish_warmup_step(self, warmup: Warmup) -> None:
         milestone = warmup.finish_step(self._execution.memory.nbytes + self.hosting.other_bytes)
         if not milestone:

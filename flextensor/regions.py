@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -24,14 +24,11 @@ class Regions:
     _execution: Execution
     _selection: Selection
 
-    def _enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise NotImplementedError
+    if TYPE_CHECKING:  # the manager's
 
-    def _leave(self, unit: int) -> None:
-        raise NotImplementedError
-
-    def _abort(self, unit: int) -> None:
-        raise NotImplementedError
+        def _enter(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+        def _leave(self, unit: int) -> None: ...
+        def _abort(self, unit: int) -> None: ...
 
     @contextlib.contextmanager
     def block(self, name: str) -> Iterator[None]:

@@ -31,12 +31,16 @@ class Replans(Measured):
     refusal: str
     _edits: WeightEdits
     _lock: threading.RLock
+    _from_saved_profile: bool
     _staged: tuple[Plan, int | None] | None
 
     @property
     def iters_before_inference(self) -> int:
-        """Calls of the model until there can be a plan."""
-        raise NotImplementedError
+        """Calls of the model until the phase is ``inference``, counted from ``offload``."""
+        if self._from_saved_profile:
+            return 0
+        discovery = 0 if self.config.skip_discovery else self.config.discovery_iters
+        return discovery + self.config.profiling_iters
 
     def solve(self, budget: int | float | None, profile: Profile | None = None) -> Plan:
         """The best plan for a budget of weights on the device: bytes (int), a share of the model's weights (float), or

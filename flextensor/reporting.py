@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,14 +10,10 @@ from torch import nn
 
 from flextensor.compile.census import CompileCensus, CompileReport
 from flextensor.compile.detect import is_compiled
-from flextensor.config import OffloadConfig
-from flextensor.execution import Execution
-from flextensor.hosting import Hosting
-from flextensor.live import Expectation, LiveTiming
+from flextensor.measured import Measured
 from flextensor.modules import UnitHandle
 from flextensor.planner.plan import Plan
-from flextensor.runtime.device import Device
-from flextensor.units import Unit, Weight
+from flextensor.units import Unit
 
 
 def build_report(manager: Reported) -> dict[str, Any]:
@@ -64,33 +59,15 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-class Reported:
+class Reported(Measured):
     """The part of a manager that says how things are."""
 
-    name: str
-    phase: str
     epoch: int
     refusal: str
-    config: OffloadConfig
-    device: Device
-    hosting: Hosting
     units: list[Unit]
-    _execution: Execution
     _census: CompileCensus
     _handles: list[UnitHandle]
-    _kind_counts: Counter[str]
-    _pieces: list[Unit]
-    _reads: list[list[int]]
     _traced: set[int]
-    _weights: Sequence[Weight]
-
-    def live(self) -> LiveTiming:
-        """Recent steps."""
-        raise NotImplementedError
-
-    def expectation(self) -> Expectation | None:
-        """What is expected of a step."""
-        raise NotImplementedError
 
     @property
     def plan_in_force(self) -> Plan:
