@@ -131,9 +131,21 @@ def test_a_plan_from_compiled_times_that_cannot_be_is_told_before_the_first_vide
 # ---- a causal LM with a static cache
 
 
-def language_task(folder: Path, namespace: str, **options: Any) -> CausalLMTask:
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 8,
+}
+"""Of its 135M model, but for the number of layers and the vocabulary."""
+
+
+def language_task(
+    folder: Path, namespace: str, *, shape: dict[str, int] | None = None, budget: int = 500_000, **options: Any
+) -> CausalLMTask:
     """Loaded and warm, about half of the weights streamed."""
-    model = save_model(folder, llama_config(num_hidden_layers=LAYERS))
+    model = save_model(folder, llama_config(**(shape or {"num_hidden_layers": LAYERS})))
     task = CausalLMTask({"model": str(model), "max_new_tokens": 12, "cache": "static", **options})
     config = ft.OffloadConfig(
         gpu_device="host",
@@ -141,7 +153,7 @@ def language_task(folder: Path, namespace: str, **options: Any) -> CausalLMTask:
         shm_namespace=namespace,
         resident_below_bytes=4096,
         host_link_bytes_per_second="1GB/s",
-        budget_bytes=500_000,
+        budget_bytes=budget,
     )
     task.load(TaskContext(config, "w0", namespace, lambda text: None))
     task.warm_up(PROMPTS)
@@ -180,6 +192,25 @@ def test_a_static_cache_llm_gives_the_tokens_of_the_same_model_compiled_whole(
     ft.release("w0")
     plain = language_task(tmp_path, namespace, cache="dynamic")
     assert {result["id"]: result["tokens"] for result in plain.run(PROMPTS)} == by_id
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["compile_fn", "external"])
+def test_a_static_cache_llm_of_smollm2s_shape_keeps_its_tokens_across_replans(
+    namespace: str, tmp_path: Path, how: str
+) -> None:
+    task = language_task(tmp_path, namespace, shape=SMOLLM2, budget=60_000_000, compile=how)
+    (manager,) = managers("w0")
+    results, made = task.run(PROMPTS), graphs()
+    for share in (0.7, 0.4):
+        epoch = manager.epoch
+        manager.replan(share)
+        assert [r["tokens"] for r in task.run(PROMPTS)] == [r["tokens"] for r in results]
+        assert manager.epoch == epoch + 1 and manager.plan is not None and manager.plan.streamed_bytes > 0
+    assert graphs() == made == 2
+    report = manager.compile_report()
+    assert (report.compiled, report.shared, report.eager, report.graphs) == (1, 7, 0, 2)
+    assert task.verify(PROMPTS, results) == {"checked": 3, "identical": 3, "different": []}
 
 
 def test_layers_that_read_their_index_elsewhere_keep_it(namespace: str, tmp_path: Path) -> None:
