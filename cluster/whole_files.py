@@ -14,7 +14,7 @@ from pathlib import Path
 def whole_file(path: Path) -> Iterator[Path]:
     """A name beside ``path`` to write to; renamed to ``path`` at the block's end, removed when it raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.stem}.part{path.suffix}"  # one name: what a killed writer left is written over)
+    part = path.with_name(f".{path.stem}.part{path.suffix}")  # one name: what a killed writer left is written over
     try:
         yield part
         with open(part, "rb+") as file:
