@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
+
+MANY_GRAPHS = 8
+"""From so many units with graphs of their own on, it is told what may let them share."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,12 @@ class CompileCensus:
         unit, made = self._running(), _graphs_made() - self._before
         if unit is not None and made > 0:
             self.graphs[unit] += made
+            if made == self.graphs[unit] and len(self.graphs) == MANY_GRAPHS:
+                logger.info(
+                    "%d units have been compiled on their own; where their forwards differ by a number in an attribute "
+                    "(an index) alone, torch._dynamo.config.allow_unspec_int_on_nn_module = True lets them share",
+                    MANY_GRAPHS,
+                )
 
     def report(self, compiled: list[bool]) -> CompileReport:
         """``compiled``: for each unit, whether something compiled runs in its place."""

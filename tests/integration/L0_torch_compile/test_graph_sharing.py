@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -145,14 +146,21 @@ def test_twelve_identical_units_share_one_graph(device) -> None:
     assert_equal_while_streaming(model, compiled_twin(twin, device), device)
 
 
-@pytest.mark.parametrize(("block", "expected"), [(LabelledBlock, 1), (IndexedBlock, 40)])
-def test_forty_blocks_with_an_index_attribute_never_fall_back_to_eager(device, block, expected) -> None:
+@pytest.mark.parametrize(
+    ("block", "dynamic", "expected"), [(LabelledBlock, False, 1), (IndexedBlock, False, 40), (IndexedBlock, True, 2)]
+)
+def test_forty_blocks_with_an_index_attribute_share_where_they_can_and_never_fall_back_to_eager(
+    device, block, dynamic, expected, caplog, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "allow_unspec_int_on_nn_module", dynamic)
+    caplog.set_level(logging.INFO, "flextensor.compile.census")
     model, twin = pair(*(block(i) for i in range(40)))
     ft.offload(model, streaming(model, 0.5), compile_fn=lambda m: torch.compile(m, backend="eager"))
     om = to_inference(model, device)
     assert graphs() == expected
     report = om.compile_report()
     assert report.eager == 0 and report.compiled == expected and report.shared == 40 - expected
+    assert ("allow_unspec_int_on_nn_module" in caplog.text) is (expected == 40)
     twin = twin.to(device)
     x = inputs(device)
     assert torch.equal(model(x), twin(x))
