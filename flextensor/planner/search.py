@@ -143,7 +143,7 @@ class _Search:
         tensors = len(self.judge.everything)
         if tensors <= FEW:
             # Each set of a small model is soon tried: spreads around the best tell less.
-            return EFFORT // (16 if not moves else 1 if tensors <= SO_FEW_THAT_ALL else 2)
+            return EFFORT // (16 if not moves else 1 if tensors <= FEW // 2 else 2)
         return EFFORT // (2 if tensors >= MANY_TENSORS else 1)
 
     def _closer(self, factors: tuple[float, ...]) -> Iterator[_Setting]:
