@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from tests.launch.conftest import Job, end_of
+from tests.launch.conftest import ROOT, Job, end_of, start_command
 
 from .test_causal_lm import expected
 from .test_generate import wait_for
@@ -67,3 +67,44 @@ def _rows(file: Path) -> list[list[int]]:
     raw = file.read_bytes()
     rows: list[list[int]] = json.loads(raw[raw.index(b'{"tokens"') :])["tokens"]
     return rows
+
+
+def test_a_video_outlives_its_worker_and_its_driver_to_the_same_bits(local_ray: str, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    (tmp_path / "prompts.jsonl").write_text('{"id": "sea", "prompt": "Waves at dusk.", "seed": 5}\n')
+    kept = tmp_path / "killed" / "videos.checkpoints"
+
+    def start(name: str, link: str) -> Any:
+        out = tmp_path / name
+        arguments = ["generate", "--config", str(ROOT / "configs" / "wan-t2v-compiled.yaml"), "--tiny"]
+        arguments += ["--device", "host", "--workers", "1", "--address", local_ray, "--namespace", name]
+        arguments += ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(out / "videos.jsonl")]
+        arguments += ["--report", str(out / "report.json"), "--set", f"task_options.output_dir={out}"]
+        arguments += ["--set", "task_options.compile=none", "--set", "checkpoint_seconds=0.1"]
+        arguments += ["--set", f"offload.host_link_bytes_per_second={link}", "--set", f"offload.shm_namespace={name}"]
+        return start_command(*arguments)
+
+    def line(name: str) -> dict[str, Any]:
+        (one,) = [json.loads(text) for text in (tmp_path / name / "videos.jsonl").read_text().splitlines()]
+        found: dict[str, Any] = one
+        return found
+
+    process = start("killed", "3MB/s")  # a step takes seconds
+    wait_for(lambda: any(kept.glob("*.checkpoint")), timeout=200)
+    coordinator = ray.get_actor("coordinator", namespace="killed")
+    (worker,) = ray.get(coordinator.status.remote(), timeout=30).workers
+    os.kill(worker.pid, signal.SIGKILL)
+    (file,) = kept.glob("*.checkpoint")
+    before = file.stat().st_mtime
+    wait_for(lambda: file.exists() and file.stat().st_mtime > before, timeout=200)  # a step further, in the new worker
+    process.kill()
+    process.communicate()
+    code, said, errors = end_of(start("killed", "1GB/s"), timeout=240)
+    assert code == 0, said + errors
+    assert not kept.exists()
+    code, said, errors = end_of(start("quiet", "1GB/s"), timeout=240)
+    assert code == 0, said + errors
+    digests = ("latents_sha256", "frames_sha256")
+    assert {key: line("killed")[key] for key in digests} == {key: line("quiet")[key] for key in digests}
+    files = {path.name for path in (tmp_path / "killed").iterdir()}
+    assert not [name for name in files if ".part" in name or "latents" in name], files
