@@ -59,7 +59,8 @@ class IdleDevice(HostDevice):
 
 
 def measure(visits: int, steps: int) -> dict[str, float]:
-    """Microseconds a visit: of the loader alone, and of all that offloading adds to a unit's call."""
+    """Microseconds a visit: of the loader alone, of all that offloading adds to a unit's call, and of that where the
+    caller has not turned gradients off."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(visits))).requires_grad_(False)
     config = flextensor.OffloadConfig(
         include_patterns=("*",), gpu_device="host", resident_below_bytes=0, budget_bytes=visits * 64 * 64 * 2
@@ -97,6 +98,7 @@ def measure(visits: int, steps: int) -> dict[str, float]:
             found = {
                 "loader_us": _seconds(bare, steps) / visits * 1e6,
                 "whole_us": _seconds(whole, steps) / visits * 1e6,
+                "whole_grad_us": _seconds(torch.enable_grad()(whole), steps) / visits * 1e6,
                 "copies": float(len(manager.plan_in_force.copies)),
             }
             manager._in_root = False

@@ -10,8 +10,9 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -132,10 +133,10 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
             handle = UnitHandle(
                 unit.name,
                 unit.module,
-                _bind(self._enter, at),
-                _bind(self._leave, at),
-                _bind(self._abort, at),
-                traced=_bind(self._enter_traced, at),
+                partial(self._enter, at),
+                partial(self._leave, at),
+                partial(self._abort, at),
+                traced=partial(self._enter_traced, at),
             )
             self._handles.append(handle)
             offload_module(unit.module, handle)
@@ -231,8 +232,7 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
 
     def _refuse_gradients(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tracked = [w.name for w in self._pieces[unit].weights if w.tensor.requires_grad]
-        inputs = any(isinstance(a, torch.Tensor) and a.requires_grad for a in tree_leaves((args, kwargs)))
-        if tracked or inputs:
+        if tracked or _any_requires_grad(args) or (kwargs and _any_requires_grad(kwargs.values())):
             what = f"weight {tracked[0]!r}" if tracked else "an input"
             raise OffloadError(
                 f"unit {self._pieces[unit].name!r} was called with gradients enabled and {what} requires one; "
@@ -376,8 +376,22 @@ class _RootHandle:
         return self._manager.run_root(call, args, kwargs)
 
 
-def _bind(method: Callable[..., None], unit: int) -> Callable[..., None]:
-    return lambda *given: method(unit, *given)
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def _any_requires_grad(values: Iterable[Any]) -> bool:
+    """Of a unit's arguments; plain ones, which most are, without the cost of looking into them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            leaves: Iterable[Any] = (value,)
+        elif isinstance(value, _PLAIN):
+            continue
+        else:
+            leaves = tree_leaves(value)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                return True
+    return False
 
 
 __all__ = ["LiveTiming", "OffloadManager", "is_offloaded"]
