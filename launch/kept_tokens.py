@@ -34,6 +34,7 @@ class KeptTokens(StoppingCriteria):
         self._length = prompts.shape[1]
         self._ends = ends
         self.rows = self._load(len(prompts))
+        self._mask: torch.Tensor | None = None
         self._done = [bool(ends.intersection(row)) for row in self.rows]
 
     def _load(self, rows: int) -> list[list[int]]:
@@ -65,5 +66,6 @@ class KeptTokens(StoppingCriteria):
         """Which rows are done already; ``generate`` finds the new ones itself."""
         if self._checkpoint.due:
             self._checkpoint.save(json.dumps({"tokens": input_ids[:, self._length :].tolist()}).encode())
-        done = self._done or [False] * len(input_ids)
-        return torch.tensor(done, device=input_ids.device)
+        if self._mask is None:  # once: a copy to the device a step would make the host wait each time
+            self._mask = torch.tensor(self._done or [False] * len(input_ids), device=input_ids.device)
+        return self._mask
