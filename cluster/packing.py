@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import logging
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import cloudpickle
@@ -105,7 +105,10 @@ def _name(source: Any) -> str:
 
 
 def _held(source: Any) -> Iterator[tuple[str, Any]]:
-    """What a function captures or names of its module, what a partial binds, what an instance holds."""
+    """What a function captures or names of its module, what a partial binds, what a mapping or an instance holds."""
+    if isinstance(source, Mapping):
+        yield from ((str(key), value) for key, value in source.items())
+        return
     code = getattr(source, "__code__", None)
     if code is not None:
         for key, cell in zip(code.co_freevars, source.__closure__ or (), strict=False):

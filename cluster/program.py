@@ -100,6 +100,7 @@ def run_batch(
         checkpoint_seconds=checkpoint_seconds,
         coordinator=dict(coordinator or {}),
     )
+    pack("task_options", spec.task_options)
     _check_task(spec)
     if is_parquet(target):
         require_pyarrow(target)

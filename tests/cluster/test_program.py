@@ -79,7 +79,7 @@ def test_functions_of_a_script_answer_an_iterable_and_a_second_call_has_nothing_
         "workers": 2,
         "device": "host",
         "namespace": "program",
-        "batch_size": 3,
+        "batch_size": "auto",
         "verify": 2,
     }
     outcome = run_batch((number for number in range(9)), **settings)
@@ -90,6 +90,10 @@ def test_functions_of_a_script_answer_an_iterable_and_a_second_call_has_nothing_
     assert all(isinstance(result["sum"], float) and len(result["head"]) == 3 for result in good)
     assert outcome.progress.done == 9 and outcome.progress.failed == 1
     assert outcome.verify is not None and outcome.verify["checked"] == outcome.verify["identical"] >= 2
+    assert outcome.batch_size is not None
+    curve = {point.batch_size: point for point in outcome.batch_size.curve}
+    assert {1, 2} <= set(curve) <= {1, 2, 4, 5} and outcome.batch_size.batch_size in curve
+    assert all(point.streamed_bytes > 0 and point.job_tokens_per_second > 0 for point in curve.values())
     picture = Path(results["item-6"]["picture"])
     assert picture == tmp_path / "answers.files" / "item-6-picture.png" and picture.read_bytes()[:4] == b"\x89PNG"
     assert run_batch(range(9), **settings).progress.skipped == 9
@@ -114,6 +118,8 @@ def test_what_cannot_be_sent_is_named_before_ray_starts(tmp_path: Path) -> None:
         run_batch([1], model=dict, run=run, compile_fn=compile_it, output=output)
     with pytest.raises(ItemError, match=r"item 2: 'gate' \(lock\) cannot be sent"):
         run_batch([{"id": "a"}, {"gate": lock}], model=dict, run=run, output=output)
+    with pytest.raises(TaskError, match=r"task_options dict cannot be sent to the workers: it captures 'gate' \(lock"):
+        run_batch([1], task="launch.causal_lm:CausalLMTask", task_options={"gate": lock}, output=output)
     with pytest.raises(ConfigError, match="run is missing"):
         run_batch([1], model=dict, output=output)
     with pytest.raises(ConfigError, match="batch_size = 0"):
