@@ -32,14 +32,14 @@ def manager_ends() -> Iterator[None]:
 def test_caches_of_larger_batches_take_memory_from_weights_until_nothing_fits(
     tmp_path: Path, manager_ends: None
 ) -> None:
-    config = llama_config(hidden_size=128, intermediate_size=512, num_hidden_layers=6)
-    task = CausalLMTask({"model": str(save_model(tmp_path, config)), "dtype": "float32", "max_new_tokens": 160})
+    config = llama_config(hidden_size=128, intermediate_size=512, num_hidden_layers=6, max_position_embeddings=256)
+    task = CausalLMTask({"model": str(save_model(tmp_path, config)), "dtype": "float32", "max_new_tokens": 192})
     # A share of the memory for everything: what caches take, weights give.
-    settings = {"host_memory_bytes": 9_000_000, "max_gpu_mem_fraction": 1.0, "host_link_bytes_per_second": "100MB/s"}
+    settings = {"host_memory_bytes": 9_000_000, "max_gpu_mem_fraction": 1.0, "host_link_bytes_per_second": "400MB/s"}
     task.load(context("test-batch-size", **settings))
     task.warm_up(ITEMS)
     manager = flextensor.get_offload_manager("w0")
-    items = [{"id": str(k), "prompt": "word " * 20} for k in range(64)]
+    items = [{"id": str(k), "prompt": "word " * 8} for k in range(64)]
     trial = BatchTrial(task, manager)
     before, said = manager.plan, []
     points = trial.run(request_for(items, (2, 8, 32, 64)), said.append)
@@ -57,6 +57,33 @@ def test_caches_of_larger_batches_take_memory_from_weights_until_nothing_fits(
     assert manager.plan is chosen and manager.profile.activation_bytes == fit[-1].beside_bytes
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_on_a_gpu_the_peak_of_a_batch_is_measured_and_its_plan_runs(
+    tmp_path: Path, manager_ends: None, cache: str
+) -> None:
+    config = llama_config(hidden_size=256, intermediate_size=1024, num_hidden_layers=6)
+    options = {"model": str(save_model(tmp_path, config)), "dtype": "float32", "max_new_tokens": 64, "cache": cache}
+    task = CausalLMTask(options)
+    task.load(context("test-batch-size", gpu_device="cuda:0", budget_fraction=0.5))
+    task.warm_up(ITEMS)
+    items = [{"id": str(k), "prompt": "word " * 8} for k in range(64)]
+    trial = BatchTrial(task, flextensor.get_offload_manager("w0"))
+    points = trial.run(request_for(items, (1, 8, 64)), lambda note: None)
+    assert not any(point.refused for point in points)
+    assert all(a.beside_bytes < b.beside_bytes for a, b in itertools.pairwise(points))
+    assert points[-1].tokens_per_second > 4 * points[0].tokens_per_second, "64 items share one pass"
+    before = tokens(task.run(items[:8]))
+    manager = flextensor.get_offload_manager("w0")
+    chosen = trial.settle(8)
+    manager.device.reset_peak()
+    assert tokens(task.run(items[:8])) == before and manager.plan is chosen
+    used = manager.get_gpu_memory_usage()
+    beside = used["peak"] - used["weights"] - used["other_weights"]
+    assert beside <= 1.1 * points[1].beside_bytes + (1 << 20)
+
+
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.xdist_group("ray")
 def test_a_run_chooses_its_batch_size_and_shows_what_from(local_ray: str, make_job: Callable[..., Job]) -> None:

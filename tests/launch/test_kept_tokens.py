@@ -33,17 +33,22 @@ class Killed(BaseException):
     """The process dies here, as far as one can have it in a test."""
 
 
-def ready(model: Path, kept: Path, name: str, **options: Any) -> CausalLMTask:
+def ready(model: Path, kept: Path, name: str, device: str = "host", **options: Any) -> CausalLMTask:
     task = CausalLMTask({"model": str(model), "dtype": "float32", **options})
-    task.load(replace(context(NAMESPACE, name, budget_fraction=0.4), checkpoints=ItemCheckpoints(kept, 0.0)))
+    task.load(
+        replace(
+            context(NAMESPACE, name, budget_fraction=0.4, gpu_device=device), checkpoints=ItemCheckpoints(kept, 0.0)
+        )
+    )
     task.warm_up(ITEMS)
     return task
 
 
+@pytest.mark.parametrize("device", ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("options", [{"attention": "eager"}, {"cache": "static"}])
-def test_a_broken_off_batch_goes_on_behind_its_tokens(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_broken_off_batch_goes_on_behind_its_tokens(tmp_path: Path, options: dict[str, Any], device: str) -> None:
     model, kept = save_model(tmp_path / "model", llama_config()), tmp_path / "kept"
-    task = ready(model, kept, "w0", max_new_tokens=40, **options)
+    task = ready(model, kept, "w0", device, max_new_tokens=40, **options)
     whole = tokens(task.run(ITEMS))
     assert not kept.exists(), "nothing is left of a batch that is done"
     manager = flextensor.get_offload_manager("w0")
@@ -60,7 +65,7 @@ def test_a_broken_off_batch_goes_on_behind_its_tokens(tmp_path: Path, options: d
     remove()
     assert len(list(kept.iterdir())) == 1
     assert task.run(ITEMS[:2]) and len(list(kept.iterdir())) == 1, "another batch does not take it"
-    other = ready(model, kept, "w1", max_new_tokens=40, **options)
+    other = ready(model, kept, "w1", device, max_new_tokens=40, **options)
     later: list[int] = []
     flextensor.get_offload_manager("w1").on_step_boundary(later.append)
     assert tokens(other.run(ITEMS)) == whole
