@@ -173,7 +173,7 @@ class SimulatedWorker:
         seconds = 0.0
         if plans is None:
             assert transfer is not None
-            self.planned_for = transfer.bandwidth
+            self.planned_for = round(transfer.bandwidth, -6)
             plan, seconds = self._solved(budget, transfer.bandwidth)
             plans = {f"worker-{self._rank}": plan}
         return _Later(Proposal(self._rank, plans, 0, 0.1), seconds)

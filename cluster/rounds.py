@@ -55,7 +55,7 @@ class Replans:
         self._events = events
         self._spawn = spawn
         self._on_new = on_new
-        self._solver = Solver(roster, options)
+        self._solver = Solver(roster, options, events)
         # Round numbers grow across restarts of the coordinator too: workers refuse older ones.
         self._round = int(time.time() * 1000)
         self.history = PlanHistory()

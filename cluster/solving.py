@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster.asking import Member
+from cluster.events import EventLog
 from cluster.history import Epoch
 from cluster.joint import Link, Load, Outlook, is_better, links_of, score, settle
 from cluster.messages import Budget, CoordinatorOptions, Measurement, Plans, Proposal, ReplanRequest
@@ -55,9 +56,10 @@ class _Draft:
 class Solver:
     """See the module."""
 
-    def __init__(self, roster: Roster, options: CoordinatorOptions) -> None:
+    def __init__(self, roster: Roster, options: CoordinatorOptions, events: EventLog) -> None:
         self._roster = roster
         self._options = options
+        self._events = events
 
     async def solve(
         self, members: list[Member], request: ReplanRequest, number: int, now: Epoch
@@ -72,6 +74,12 @@ class Solver:
         if request.measure:
             # All measure, also those that keep their plans: what a link has is known from all that are on it.
             measured = await self._roster.ask_all("measure", members, lambda m: m.handle.measure.remote(number))
+            self._events.write(
+                "links_measured",
+                round=number,
+                bytes_per_second={rank: round(one.transfer.bandwidth) for rank, one in measured.items()},
+                alone={rank: round(one.alone.bandwidth) for rank, one in measured.items()},
+            )
         links = links_of(measured.values())
         even = {rank: link.even_share for link in links for rank in link.ranks}
         draft = _Draft({}, {m.rank: _Offer(_curve(measured.get(m.rank), even.get(m.rank))) for m in members})

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from rich.console import Console
 
-from cluster.messages import ReplanOutcome, ReplanRequest
+from cluster.messages import ReplanOutcome, ReplanRequest, RunStatus
+from cluster.roster import BOUNDARY_PATIENCE, longest_between_boundaries
 from cluster.session import find_run
 from flextensor.config import ConfigError, parse_budget
 from launch import words
 from launch.status import ask_run
 
 ROUND_TIMEOUT = 180.0
+"""For a round whose step boundaries come soon; see ``_patience``."""
 
 
 def request_of(budget: str | None, workers: str | None, *, measure: bool, dry_run: bool) -> ReplanRequest:
@@ -40,13 +43,13 @@ def request_of(budget: str | None, workers: str | None, *, measure: bool, dry_ru
 def run_replan(request: ReplanRequest, *, address: str | None, namespace: str | None, console: Console) -> bool:
     """Ask the run for a replan and tell what came of it; False when it was refused."""
     coordinator = find_run(address=address, namespace=namespace)
-    return _tell(ask_run(coordinator.replan.remote(request), ROUND_TIMEOUT), console)
+    return _tell(ask_run(coordinator.replan.remote(request), _patience(coordinator)), console)
 
 
 def run_rollback(*, address: str | None, namespace: str | None, console: Console) -> bool:
     """Ask the run to go back to the plan before; False when it was refused."""
     coordinator = find_run(address=address, namespace=namespace)
-    return _tell(ask_run(coordinator.rollback.remote(), ROUND_TIMEOUT), console)
+    return _tell(ask_run(coordinator.rollback.remote(), _patience(coordinator)), console)
 
 
 def run_pause(on: bool, *, address: str | None, namespace: str | None, console: Console) -> None:
@@ -57,6 +60,13 @@ def run_pause(on: bool, *, address: str | None, namespace: str | None, console: 
     console.print(f"{told} workers {what}")
 
 
+def _patience(coordinator: Any) -> float:
+    """Seconds to wait for a round: it waits for a step boundary of every worker, and a step of a video takes minutes."""
+    status: RunStatus = ask_run(coordinator.status.remote())
+    longest = max((longest_between_boundaries(state) for state in status.workers), default=0.0)
+    return ROUND_TIMEOUT + BOUNDARY_PATIENCE * longest
+
+
 def _tell(outcome: ReplanOutcome, console: Console) -> bool:
     if (not outcome.committed and not outcome.dry_run) or (outcome.reason and not outcome.committed):
         console.print(f"refused: {outcome.reason}; all workers stay at epoch {outcome.epoch}", soft_wrap=True)
@@ -65,6 +75,7 @@ def _tell(outcome: ReplanOutcome, console: Console) -> bool:
         "worker",
         "weights on device",
         "streamed a step",
+        "moved",
         "step before",
         "predicted",
         "stall",
@@ -76,6 +87,7 @@ def _tell(outcome: ReplanOutcome, console: Console) -> bool:
             str(change.rank),
             f"{words.size(change.before_weight_bytes)} -> {words.size(change.weight_bytes)}",
             f"{words.size(change.before_streamed_bytes)} -> {words.size(change.streamed_bytes)}",
+            words.size(change.moved_bytes),
             words.milliseconds(change.before_step_seconds),
             words.milliseconds(predicted.step_seconds if predicted else 0.0),
             words.milliseconds(predicted.stall_seconds if predicted else 0.0),

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,22 @@ def assert_answers_right(run: Run) -> None:
     assert len(want) > 4 and {key: answer["text"] for key, answer in answers.items()} == want
 
 
+def assert_metrics_served() -> None:
+    """Ray's own endpoint has the run's figures, as Prometheus reads them."""
+    (node,) = ray.nodes()
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    wanted = ("step_seconds", "stall_share", "link_bytes_per_second", "link_nominal_bytes_per_second", "link_share")
+    names = [f"ray_flextensor_{name}{{" for name in (*wanted, "resident_bytes", "streamed_bytes", "epoch")]
+    end = time.monotonic() + 20
+    missing = names
+    while missing:
+        assert time.monotonic() < end, missing
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            text = answer.read().decode()
+        missing = [name for name in names if name not in text]
+        time.sleep(0.2)
+
+
 def triggered(kind: str, words: str) -> Callable[[dict[str, Any]], bool]:
     return lambda event: event["event"] == "triggered" and event["kind"] == kind and words in event["reason"]
 
@@ -113,6 +130,8 @@ def test_members_links_and_memory_that_change_are_planned_for(start_run: Callabl
         os.kill(old.pid, signal.SIGKILL)
         await_event(run, replanned("worker 1 joined"))
         assert status_of(run).workers[1].incarnation != old.incarnation
+
+        assert_metrics_served()
 
         ray.get(run.coordinator.dismiss.remote(1), timeout=30)
         await_event(run, replanned("worker 1 left"))
