@@ -163,6 +163,7 @@ class Coordinator:
         joined = self._roster.states()
         self._replans.epoch = max((state.epoch for state in joined), default=0)
         self._roster.paused = any(state.paused for state in joined)
+        self._autopilot.planned()
         self._events.write("coordinator_restarted", epoch=self._replans.epoch, workers=len(joined))
         if any(state.epoch != self._replans.epoch for state in joined):
             # It died between two commits, or a worker has not run a step since: one round puts all on one epoch.

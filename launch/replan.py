@@ -61,7 +61,7 @@ def run_pause(on: bool, *, address: str | None, namespace: str | None, console: 
 
 
 def _patience(coordinator: Any) -> float:
-    """Seconds to wait for a round: it waits for a step boundary of every worker, and a step of a video takes minutes."""
+    """Seconds to wait for a round: it waits for a step boundary of every worker; a step of a video takes minutes."""
     status: RunStatus = ask_run(coordinator.status.remote())
     longest = max((longest_between_boundaries(state) for state in status.workers), default=0.0)
     return ROUND_TIMEOUT + BOUNDARY_PATIENCE * longest
