@@ -31,6 +31,15 @@ _THROTTLE = {
     "nvmlClocksThrottleReasonSwPowerCap": "power cap",
 }
 
+_NOT_ANSWERED = (
+    "NVMLError_NotSupported",
+    "NVMLError_NoPermission",
+    "NVMLError_FunctionNotFound",
+    "NVMLError_InvalidArgument",
+    "NVMLError_NoData",
+)
+"""What NVML raises for one question that this GPU, driver or user does not have; any other error is NVML's end."""
+
 SAMPLE_INTERVAL = 0.5
 """Seconds for which a sample is good, however many ask: the driver measures PCIe's throughput for 20 ms a call."""
 
@@ -102,7 +111,7 @@ class DeviceTelemetry:
             return self._last
 
     def _sampled(self, nvml: Any, handle: Any) -> DeviceSample:
-        absent = getattr(nvml, "NVMLError_NotSupported", ())
+        absent = tuple(getattr(nvml, name) for name in _NOT_ANSWERED if hasattr(nvml, name))
 
         def ask(question: Callable[[], T]) -> T | None:
             try:

@@ -35,6 +35,9 @@ class BrokenNvml:
     class NVMLError_NotSupported(NVMLError):
         pass
 
+    class NVMLError_NoPermission(NVMLError):
+        pass
+
     NVML_PCIE_UTIL_RX_BYTES, NVML_PCIE_UTIL_TX_BYTES = 1, 0
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
     nvmlClocksThrottleReasonHwThermalSlowdown = 0x40
@@ -51,8 +54,10 @@ class BrokenNvml:
             self.left -= 1
             if self.left < 0:
                 raise self.error
-            if name in ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPcieThroughput"):
+            if name == "nvmlDeviceGetTotalEnergyConsumption":
                 raise self.NVMLError_NotSupported
+            if name == "nvmlDeviceGetPcieThroughput":
+                raise self.NVMLError_NoPermission
             if name == "nvmlDeviceGetMemoryInfo":
                 return SimpleNamespace(used=3 << 30, total=80 << 30)
             if name == "nvmlDeviceGetUtilizationRates":
