@@ -105,6 +105,7 @@ def test_members_links_and_memory_that_change_are_planned_for(start_run: Callabl
         automatic=True,
         minimum_interval=0.5,
         triggers=("members", "link", "memory"),
+        link_change=1.5,
         rollback_margin=None,
     )
 
@@ -119,6 +120,8 @@ def test_members_links_and_memory_that_change_are_planned_for(start_run: Callabl
 
         in_worker(run, 0, set_link(SLOW_LINK))
         await_event(run, replanned("worker 0's link gives"))
+        measured = [event for event in events_of(run) if event["event"] == "links_measured"][-1]
+        assert measured["bytes_per_second"]["0"] < 0.5 * LINK < 2 * measured["bytes_per_second"]["1"]
 
         before = status_of(run).workers[0].weight_bytes
         in_worker(run, 0, fill_memory)
