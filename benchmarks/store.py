@@ -227,12 +227,13 @@ def main() -> None:
     options.add_argument("--crash-rounds", type=int, default=0)
     options.add_argument("--out", type=Path, default=RESULTS)
     options.add_argument("--name", help="of the result files; default: store, without a GPU store-cpu")
+    options.add_argument("--note", default="", help="said on the page: what else the machine did")
     given = options.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d %(message)s", stream=sys.stderr)
     found = environment()
     results = run(given.size, given.processes, given.crash_rounds)
     name = given.name or ("store" if found["gpu"] else "store-cpu") + ("-tiny" if given.size < TINY else "")
-    data = {"environment": found, "threads": thread_count(), **asdict(results)}
+    data = {"environment": found, "note": given.note, "threads": thread_count(), **asdict(results)}
     json_path, text_path = write_results(given.out, name, data, markdown(data))
     logger.info("wrote %s and %s", json_path, text_path)
     try:

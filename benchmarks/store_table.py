@@ -20,6 +20,7 @@ def markdown(data: dict[str, Any]) -> str:
         *environment_lines(data["environment"]),
         f"Weights: {data['weight_bytes'] / GIB:.2f} GiB, bfloat16, in the page cache; {data['threads']} threads fill. "
         f"Load of the machine: {data['load'][0]:.1f} before, {data['load'][1]:.1f} after.",
+        *filter(None, [data.get("note", "")]),
         "",
         "## Host memory for weights, in copies of the weights (PSS)",
         "",
