@@ -80,7 +80,7 @@ class OffloadedModel:
         if hasattr(self._task, "close"):
             self._task.close()
         with contextlib.suppress(flextensor.OffloadError):
-            flextensor.release(name=self._name)
+            flextensor.release(name=self._name, keep_weights=False)
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):

@@ -187,7 +187,7 @@ class Worker:
         self._engines.close()
         if self._manager is not None:
             self._manager = None
-            flextensor.release(name=self._start.manager_name)
+            flextensor.release(name=self._start.manager_name, keep_weights=False)
         self._gpu.close()
 
     def _say(self, note: str) -> None:

@@ -185,9 +185,9 @@ def offload_from_profile(
     return model
 
 
-def release(name: str = DEFAULT_NAME) -> None:
-    """Make the model of that manager plain again and give all memory back."""
-    get_offload_manager(name).release()
+def release(name: str = DEFAULT_NAME, *, keep_weights: bool = True) -> None:
+    """Make the model of that manager plain again and give all memory back; see ``OffloadManager.release``."""
+    get_offload_manager(name).release(keep_weights=keep_weights)
 
 
 def offload_units(name: str = DEFAULT_NAME) -> list[tuple[str, nn.Module]]:

@@ -175,12 +175,19 @@ class Hosting:
             return weight.tensor.detach().to("cpu", copy=True)
         return self.store.tensor(weight.name).detach().clone()
 
-    def give_back(self, device: Device) -> None:
-        """All tensors to plain host memory, the store closed. Waits for the device, which may still read the store."""
+    def give_back(self, device: Device, *, keep_weights: bool = True) -> None:
+        """All tensors to plain host memory, the store closed. Waits for the device, which may still read the store.
+
+        Without ``keep_weights`` the managed ones end empty: a copy of a shared store's weights in each process is more
+        host memory than the machine may have.
+        """
         device.synchronize()
         if self._scrubber is not None:
             self._scrubber.stop()
         for weight in self.managed:
+            if not keep_weights:
+                weight.tensor.data = torch.empty(0, dtype=weight.tensor.dtype)
+                continue
             value = self.store.tensor(weight.name)
             weight.tensor.data = value.clone() if self.store.shared else value
         moved: dict[int, torch.Tensor] = {}

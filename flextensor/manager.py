@@ -152,8 +152,12 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
                 raise
         self._remove_hooks = self.hosting.install_state_dict_hooks()
 
-    def release(self) -> None:
-        """Make the model a plain one, its weights in host memory, and give all memory back. Again is free."""
+    def release(self, *, keep_weights: bool = True) -> None:
+        """Make the model a plain one, its weights in host memory, and give all memory back. Again is free.
+
+        keep_weights: False leaves the model's streamed weights empty, for a process that is done with it: from a shared
+        store each process would otherwise make a copy of its own.
+        """
         with self._lock:
             if self.phase == RELEASED:
                 return
@@ -171,7 +175,7 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
             for remove in self._remove_hooks:
                 remove()
             self._execution.clear()
-            self.hosting.give_back(self.device)
+            self.hosting.give_back(self.device, keep_weights=keep_weights)
             self._callbacks.clear()
             self._census.stop()
             registry.discard(self.name)

@@ -254,7 +254,7 @@ class WanT2VTask:
 
         for manager in (self._text_manager, *self._managers[1:]):
             if manager is not None:
-                flextensor.release(name=manager.name)
+                flextensor.release(name=manager.name, keep_weights=False)
         self._maker = self._whole = self._text_manager = None
 
     # ---- parts

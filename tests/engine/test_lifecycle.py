@@ -228,3 +228,15 @@ def test_release_frees_what_a_failed_set_up_took(device: str, tmp_path: Path) ->
     assert type(model) is Blocks and "failed" not in ft.registry.names()
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     model(torch.randn(2, 48))
+
+
+def test_a_release_that_keeps_no_weights_copies_nothing_out_of_a_shared_store(tmp_path: Path) -> None:
+    shared = {"gpu_device": "host", "shm_enabled": True, "shm_dir": str(tmp_path), "include_patterns": ("*",)}
+    blocks = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).requires_grad_(False)
+    want = blocks(torch.ones(1, 64))
+    name = f"emptied-{os.getpid()}"
+    ft.offload(blocks, ft.OffloadConfig(**shared, resident_below_bytes=0), name=name)
+    assert torch.equal(blocks(torch.ones(1, 64)), want) and list(tmp_path.iterdir())
+    ft.release(name=name, keep_weights=False)
+    assert [block.weight.numel() for block in blocks] == [0] * 4
+    assert not list(tmp_path.iterdir()), "the last user takes the store along"
