@@ -132,3 +132,41 @@ def test_a_hang_shows_as_busy_seconds_and_standing_does_not() -> None:
     gate.resume()
     thread.join()
     assert gate.busy_seconds() == 0
+
+
+def test_held_threads_run_on_to_the_largest_step_and_no_further() -> None:
+    gates = [StepGate(), StepGate()]
+    threads = [ModelThread(gate, step_seconds=pace) for gate, pace in zip(gates, (0.002, 0.02), strict=True)]
+    time.sleep(0.2)
+    held = [gate.hold(1) for gate in gates]
+    assert held[0] > held[1] + 10, "one is far behind"
+    time.sleep(0.05)
+    assert [thread.begun for thread in threads] == held, "none begins a step while it is held"
+    with pytest.raises(GateTimeout, match="no step boundary"):
+        gates[1].close(1, timeout=0.03, stands_at=max(held))
+    assert gates[1].hold(2) < max(held)
+    gates[0].hold(2)
+    for gate in reversed(gates):
+        gate.close(2, timeout=10, stands_at=max(held))
+    assert [gate.index for gate in gates] == [max(held)] * 2 and all(gate.parked for gate in gates)
+    for gate in gates:
+        gate.open(2)
+        gate.stop()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_hold_that_nobody_follows_up_costs_patience_only() -> None:
+    gate = StepGate(patience=0.1)
+    thread = ModelThread(gate, steps=20)
+    gate.hold(1)
+    thread.join()
+    assert thread.begun == 20 and gate.index == 20
+
+
+def test_steps_are_numbered_anew_where_a_group_is_joined() -> None:
+    gate = StepGate()
+    gate.align(100)
+    ModelThread(gate, steps=3).join()
+    assert gate.index == 103 and gate.steps == 3
+    assert 0 < gate.longest_busy_seconds < 1
