@@ -18,7 +18,7 @@ from tests.launch.conftest import ROOT, Job, end_of, start_command
 from .test_causal_lm import expected
 from .test_generate import wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(900)]
 
 NEW_TOKENS = 300
 
@@ -51,7 +51,8 @@ def test_a_long_batch_outlives_its_worker_and_its_driver(
     process.communicate()
     assert job.output.read_bytes() == b""
     wait_for(lambda: "inside" not in {actor["namespace"] for actor in ray.util.list_named_actors(all_namespaces=True)})
-    code, out, err = end_of(job.start("--address", local_ray, "--namespace", "inside"))
+    quick = ("--set", "offload.host_link_bytes_per_second=1GB/s")  # no more need for time
+    code, out, err = end_of(job.start("--address", local_ray, "--namespace", "inside", *quick), timeout=300)
     assert code == 0, out + err
     prompts = [json.loads(line) for line in (job.config.parent / "prompts.jsonl").read_text().splitlines()]
     items = sorted(prompts, key=lambda item: -len(item["prompt"]))
