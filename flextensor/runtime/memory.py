@@ -6,7 +6,7 @@ arena) while a plan is in force, and at the host store otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Protocol
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from flextensor.planner.plan import Plan
 from flextensor.runtime.device import Device, Event, Stream
-from flextensor.runtime.residents import Residents
+from flextensor.runtime.residents import Move, Residents
 from flextensor.units import Weight
 
 
@@ -96,7 +96,7 @@ class DeviceWeights:
         if self._arena is not None and self._arena.numel() != plan.arena_bytes:
             self._arena = None
         try:
-            fresh, homeless = self._keep_residents(plan.resident)
+            fresh, homeless = self._keep_residents(plan.resident, max(before, plan.weight_bytes))
             if homeless or self.nbytes < before:
                 self.device.release_cached()  # or new memory would be cut from blocks that activations come back for
             with torch.inference_mode(False):
@@ -113,9 +113,9 @@ class DeviceWeights:
         self._streamed = dict(plan.offsets)
         return self._fill(fresh)
 
-    def _keep_residents(self, wanted: frozenset[int]) -> tuple[list[int], list[int]]:
+    def _keep_residents(self, wanted: frozenset[int], most: int) -> tuple[list[int], list[int]]:
         """Let go of what is not ``wanted`` and close the holes; returns whose bytes are to come from the host, and
-        which of those have no place yet."""
+        which of those have no place yet. ``most``: bytes that may be taken meanwhile."""
         residents = self._residents
         gone = [index for index in residents if index not in wanted]
         fresh = {index for index in wanted if index not in residents}
@@ -123,13 +123,24 @@ class DeviceWeights:
         residents.remove(gone)
         with torch.inference_mode(False):
             moves, homeless = residents.refill(fresh)
-            for move in moves:
+            self._carry(moves, fresh)
+            while moves := residents.repack(most - self.nbytes):
+                self._carry(moves, fresh)
+        broken = residents.dissolve()
+        self._unbind(index for index in broken if index not in fresh)
+        homeless += broken
+        return sorted(fresh.union(homeless)), homeless
+
+    def _carry(self, moves: list[Move], fresh: Set[int]) -> None:
+        """Copy and bind what has moved within the device, then let go of its old place. ``fresh``: no bytes yet."""
+        for move in moves:
+            if move.index not in fresh:
                 self._copy.copy(move.destination, move.source)
                 self._bind(move.index, move.destination)
-        self._unbind(index for index in homeless if index not in fresh)
         if moves:
-            self._copy.synchronize()  # their old places are given back next
-        return sorted(fresh.union(homeless)), homeless
+            self._copy.synchronize()
+        moves.clear()
+        self.device.release_cached()
 
     def _unbind(self, indexes: Iterable[int]) -> None:
         for index in indexes:

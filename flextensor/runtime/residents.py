@@ -6,8 +6,9 @@ holes while a plan is in force: the chunks' bytes are the plan's ``resident_byte
 
 [Note: a replan] Weights that stay resident stay where they are, as far as no hole is left. What leaves makes holes;
 what comes goes into them; the emptiest chunks are emptied into the holes of others, within the device, and given back.
-A chunk that still has a hole then is given back too, and its weights come again from the host. So nothing is ever
-there twice, and what is moved over the link is at most what was resident.
+A chunk that still has a hole then is packed anew into a smaller one, as far as the larger of the two plans leaves room
+for both, else given back, and its weights come again from the host. So what is moved over the link is at most what was
+resident, and no more than a plan's memory is ever taken.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import torch
 from flextensor.planner.plan import align
 from flextensor.runtime.device import Device
 
-CHUNK_BYTES = 512 << 20
-"""A chunk is closed when it has so many bytes."""
+CHUNK_BYTES = 256 << 20
+"""A chunk is closed when it has so many bytes: few enough for a replan to pack it anew in the old arena's room."""
 
 SMALL_BYTES = 1 << 20
 """Weights below this have chunks of their own, so that the sizes of the others' stay round."""
@@ -89,24 +90,57 @@ class Residents:
     def refill(self, added: Iterable[int]) -> tuple[list[Move], list[int]]:
         """Close the holes, with ``added`` and then with each other's weights ([Note: a replan]).
 
-        Returns what has to be copied within the device, before the memory that was given back is used anew, and the
-        weights that have no place yet; of those, ``forget`` what is pointed at, then ``grow``.
+        Returns what has to be copied within the device before the memory that was given back is used anew (bytes of
+        ``added`` are not there yet, and need not be), and which of ``added`` have no place yet.
         """
-        coming = set(added)
         holes = sorted(hole for number in range(len(self._chunks)) for hole in self._holes(number))
-        homeless = [index for index in self._largest_first(coming) if not self._settle(index, holes)]
+        homeless = [index for index in self._largest_first(added) if not self._settle(index, holes)]
         moves: list[Move] = []
-        live = [sum(align(self._nbytes[i]) for i in chunk.places) for chunk in self._chunks]
+        live = [self._live(chunk) for chunk in self._chunks]
         for number in sorted(range(len(live)), key=live.__getitem__):
             if any(hole[1] == number for hole in holes):
                 moves += self._empty(number, holes)
-        broken = {number for _, number, _ in holes}
-        for number in broken:
-            homeless += self._chunks[number].places
-        self._chunks = [chunk for at, chunk in enumerate(self._chunks) if at not in broken and chunk.places]
+        self._chunks = [chunk for chunk in self._chunks if chunk.places]
+        return moves, homeless
+
+    def repack(self, room: int) -> list[Move]:
+        """Make a chunk that has holes a smaller one of at most ``room`` bytes, its memory being there beside; returns
+        what has to be copied, empty when no chunk is left to be made smaller. The old chunk lives as long as its moves.
+        """
+        for number, chunk in enumerate(self._chunks):
+            live = self._live(chunk)
+            if live == chunk.data.numel() or live > room:
+                continue
+            try:
+                packed = _Chunk(self._device.allocate(live))
+            except torch.OutOfMemoryError:
+                return []
+            sources = {index: self.data(index) for index in chunk.places}
+            end = 0
+            for index in sorted(chunk.places, key=chunk.places.__getitem__):
+                packed.places[index] = end
+                end += align(self._nbytes[index])
+                self._home[index] = packed
+            self._chunks[number] = packed
+            return [Move(index, source, self.data(index)) for index, source in sources.items()]
+        return []
+
+    def dissolve(self) -> list[int]:
+        """Give back the chunks that still have holes; returns the weights that were in them, to be unbound."""
+        whole: list[_Chunk] = []
+        homeless: list[int] = []
+        for chunk in self._chunks:
+            if self._live(chunk) == chunk.data.numel():
+                whole.append(chunk)
+            else:
+                homeless += chunk.places
+        self._chunks = whole
         for index in homeless:
-            self._home.pop(index, None)
-        return [move for move in moves if move.index in self._home and move.index not in coming], homeless
+            del self._home[index]
+        return homeless
+
+    def _live(self, chunk: _Chunk) -> int:
+        return sum(align(self._nbytes[index]) for index in chunk.places)
 
     def grow(self, indexes: Sequence[int]) -> None:
         """New chunks for these. Raises torch.OutOfMemoryError."""
