@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from flextensor import measure, registry
 from flextensor.compile import graphs
@@ -30,6 +29,7 @@ from flextensor.config import OffloadConfig
 from flextensor.diagnostics import Diagnostics
 from flextensor.edits import Editing, WeightEdits
 from flextensor.execution import Execution
+from flextensor.gradients import refuse_gradients
 from flextensor.hosting import Hosting
 from flextensor.live import LiveTiming
 from flextensor.modules import UnitHandle, guard_inside, is_offloaded, offload_module, restore_module
@@ -198,7 +198,7 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
             if self._warmup is not None:
                 self._warmup.recorder.name_step(kind)
         if torch.is_grad_enabled():
-            self._refuse_gradients(unit, args, kwargs)
+            refuse_gradients(self._pieces[unit], args, kwargs)
         if self.phase == DISCOVERY and first_compiled(self._pieces[unit].module) is not None:
             self._refuse_compiled_in_discovery(unit)
         warmup = self._warmup
@@ -233,16 +233,6 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
             f"unit {self._pieces[unit].name!r}, or a module in it, was compiled during discovery, which must run "
             f"eagerly; compile after {self.iters_before_inference} calls of the model, when the phase is 'inference'"
         )
-
-    def _refuse_gradients(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tracked = [w.name for w in self._pieces[unit].weights if w.tensor.requires_grad]
-        if tracked or _any_requires_grad(args) or (kwargs and _any_requires_grad(kwargs.values())):
-            what = f"weight {tracked[0]!r}" if tracked else "an input"
-            raise OffloadError(
-                f"unit {self._pieces[unit].name!r} was called with gradients enabled and {what} requires one; "
-                "weights are gone from the device by the time of a backward pass: use torch.no_grad(), or "
-                "model.requires_grad_(False)"
-            )
 
     def run_root(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One step: a call of the model."""
@@ -378,24 +368,6 @@ class _RootHandle:
         if torch.compiler.is_compiling():
             ops.refuse_whole_model()
         return self._manager.run_root(call, args, kwargs)
-
-
-_PLAIN = (type(None), bool, int, float, str)
-
-
-def _any_requires_grad(values: Iterable[Any]) -> bool:
-    """Of a unit's arguments; plain ones, which most are, without the cost of looking into them."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            leaves: Iterable[Any] = (value,)
-        elif isinstance(value, _PLAIN):
-            continue
-        else:
-            leaves = tree_leaves(value)
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                return True
-    return False
 
 
 __all__ = ["LiveTiming", "OffloadManager", "is_offloaded"]
