@@ -240,6 +240,8 @@ def test_a_minute_of_kills_replans_and_link_changes(start_run: Callable[..., Run
     soak(start_run, SHORT_SECONDS, seed=20)
 
 
+@pytest.mark.ray
+@pytest.mark.xdist_group("ray")
 @pytest.mark.soak
 @pytest.mark.timeout(int(3 * LONG_SECONDS) + 600)
 def test_half_an_hour_of_kills_replans_and_link_changes(start_run: Callable[..., Run]) -> None:
