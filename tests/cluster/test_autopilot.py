@@ -97,6 +97,7 @@ def replanned(words: str) -> Callable[[dict[str, Any]], bool]:
     return lambda event: event["event"] == "replanned" and words in event["reason"]
 
 
+@pytest.mark.slow
 def test_members_links_and_memory_that_change_are_planned_for(start_run: Callable[..., Run]) -> None:
     run = start_run(
         items_of(4000, steps=4, seconds=0.002),
