@@ -9,8 +9,9 @@ INSTALL := PYTHON='$(PYTHON)' VENV='$(VENV)' sh requirements/install.sh
 PINS := pyproject.toml requirements/constraints.txt requirements/install.sh
 MODEL := models/SmolLM2-135M-Instruct
 
-# Two test processes of one thread each: what two cores carry. Tests with a Ray cluster all go to one of them, which has
-# one cluster for the session. No call leaves the machine.
+# Three test processes of one thread each on two cores, since tests with a Ray cluster wait most of the time. Those all go
+# to one of the processes, which has one cluster for the session. No call leaves the machine. Deployments are among them
+# where they can run (root, sshd, rsync).
 QUIET := RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: demo test test-deploy test-gpu bench lint format model clean
@@ -31,7 +32,7 @@ demo: model
 	@$(QUIET) $(BIN)/python -m launch generate --config configs/demo.yaml --overwrite
 
 test: $(TEST_STAMP)
-	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup -m 'not soak and (deploy or not slow)' $(PYTEST_ARGS)
 
 test-deploy: $(TEST_STAMP)
 	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m deploy tests/deploy $(PYTEST_ARGS)

@@ -62,7 +62,7 @@ python=$(find_python)
 new_enough "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
 
 extras=transformers
-[ "$what" = demo ] || extras=transformers,diffusers,benchmarks,checks
+[ "$what" = demo ] || extras=transformers,diffusers,data,benchmarks,checks
 
 if has_gpu; then
     folder=$(torch_folder)
