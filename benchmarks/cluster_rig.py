@@ -89,7 +89,7 @@ class Rig:
         self.namespace = f"bench-{uuid.uuid4().hex[:8]}"
         self._numbers = iter(range(1, 1 << 30))
         began = time.monotonic()
-        settings = {"rollback_margin": None, "hang": 120.0} | options
+        settings = {"automatic": False, "rollback_margin": None, "hang": 120.0} | options
         self.coordinator = make_coordinator(CoordinatorOptions(namespace=self.namespace, **settings))
         self.pool: WorkerPool | None = None
         try:

@@ -21,7 +21,7 @@ class CoordinatorOptions:
 
     prepare_timeout: how long a round waits for step boundaries, and hang: a worker whose model thread shows none for so
         long is started again; both are longer where steps were measured to take longer.
-    automatic: replan without being asked, for the reasons in ``triggers`` (of TRIGGERS), at most once in
+    automatic: replan without being asked (default), for the reasons in ``triggers`` (of TRIGGERS), at most once in
         ``minimum_interval``.
     drift: the share by which a measured step may leave its prediction; link_change: the share by which the measured
         link may leave what the plan was made for; device_memory, host_memory: the share of the device's and of the
@@ -38,7 +38,7 @@ class CoordinatorOptions:
     prepare_timeout: float = 30.0
     commit_timeout: float = 30.0
     hang: float = 600.0
-    automatic: bool = False
+    automatic: bool = True
     triggers: tuple[str, ...] = TRIGGERS
     drift: float = 0.25
     link_change: float = 0.3

@@ -75,6 +75,7 @@ def write_job(folder: Path, name: str, *, items: int, seconds: float = 0.05, **s
         "batch_size": 2,
         "workers": 2,
         "budget": "50%",
+        "coordinator": {"automatic": False},
         "offload": {"host_link_bytes_per_second": 1_000_000_000, "shm_namespace": name},
         **settings,
     }

@@ -46,6 +46,7 @@ class Job:
             "device": "host",
             "budget": "50%",
             "batch_size": 3,
+            "coordinator": {"automatic": False},
             "task_options": {"dtype": "float32", "max_new_tokens": 24},
             "offload": {
                 "include_patterns": ["model.layers.*"],
