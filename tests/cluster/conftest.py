@@ -80,7 +80,9 @@ class Run:
         self.namespace = f"tests-{uuid.uuid4().hex[:8]}"
         self.events = output.with_suffix(".events")
         self.coordinator = make_coordinator(
-            CoordinatorOptions(namespace=self.namespace, events_path=str(self.events), **({"poll": 0.2, "automatic": False} | options))
+            CoordinatorOptions(
+                namespace=self.namespace, events_path=str(self.events), **({"poll": 0.2, "automatic": False} | options)
+            )
         )
         ray.get(self.coordinator.start.remote(), timeout=60)
 
