@@ -104,8 +104,7 @@ class OutputJournal:
                     self.failed.add(key)
                 fresh.append(result)
         if fresh:
-            lines = "".join(json.dumps(result, ensure_ascii=False) + "\n" for result in fresh)
-            self._file.write(lines.encode())
+            self._file.write(b"".join(map(_line, fresh)))
             self._file.flush()
             os.fsync(self._file.fileno())
         return fresh
@@ -113,3 +112,12 @@ class OutputJournal:
     def close(self) -> None:
         """Give up the file and its lock."""
         self._file.close()
+
+
+def _line(result: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(result, ensure_ascii=False).encode() + b"\n"
+    except (
+        UnicodeEncodeError
+    ):  # half of a surrogate pair, as JSON's \\ud83d or a file name can have it: kept as an escape
+        return json.dumps(result).encode() + b"\n"

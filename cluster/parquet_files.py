@@ -78,6 +78,8 @@ def write_answers(journal: Path, target: Path, order: Sequence[str]) -> int:
         part.replace(target)
     except OSError as error:
         raise ItemError(f"cannot write {target}: {error.strerror or error}; the answers are in {journal}") from error
+    except pyarrow.ArrowException as error:  # a type that Parquet has not, such as an empty mapping
+        raise ItemError(f"cannot write {target}: {error}; the answers are in {journal}") from error
     finally:
         part.unlink(missing_ok=True)
     return len(rows)
@@ -88,6 +90,7 @@ def _column(values: list[Any]) -> Any:
 
     try:
         return pyarrow.array(values)
-    except (pyarrow.ArrowException, OverflowError):
-        texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+    except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError) as error:
+        escaped = isinstance(error, UnicodeEncodeError)
+        texts = [None if value is None else json.dumps(value, ensure_ascii=escaped) for value in values]
         return pyarrow.array(texts, pyarrow.string())

@@ -77,3 +77,15 @@ def test_items_that_failed_count_as_finished_and_are_told_apart(tmp_path: Path) 
 def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=str(tmp_path)):
         OutputJournal(tmp_path)
+
+
+def test_half_a_surrogate_pair_is_kept_as_an_escape(tmp_path: Path) -> None:
+    """JSON and file names can hold one; UTF-8 cannot."""
+    path = tmp_path / "answers.jsonl"
+    journal = OutputJournal(path)
+    journal.write([{"id": "a\ud83d", "answer": "\u00fc"}, {"id": "b", "answer": "\u00fc"}])
+    journal.close()
+    assert path.read_bytes().splitlines()[1] == '{"id": "b", "answer": "\u00fc"}'.encode()
+    again = OutputJournal(path)
+    assert again.finished == {"a\ud83d", "b"}
+    again.close()

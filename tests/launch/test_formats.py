@@ -108,3 +108,9 @@ def test_the_journal_becomes_parquet_in_the_order_of_the_prompts(tmp_path: Path)
     assert [row["error"] for row in rows] == [None, "too long", None, "line 9: not JSON"]
     assert rows[2] == {"id": "c", "answer": "C", "tokens": [1, 2], "mixed": "1", "error": None}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.journal.jsonl", "a.parquet"]
+    journal.write_text('{"id": "a", "answer": "half a pair: \\ud83d"}\n')
+    write_answers(journal, target, ["a"])
+    assert parquet.read_table(target).to_pylist()[0]["answer"] == '"half a pair: \\ud83d"'
+    journal.write_text('{"id": "a", "answer": {}}\n')
+    with pytest.raises(ItemError, match=r"cannot write .*a\.parquet: .*; the answers are in .*a\.journal\.jsonl"):
+        write_answers(journal, target, ["a"])
