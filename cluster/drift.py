@@ -43,7 +43,7 @@ class TriggerWatch:
         self._pcie = {
             (state.rank, state.incarnation): (state.gpu.pcie_generation, state.gpu.pcie_width)
             for state in states
-            if state.gpu is not None
+            if state.gpu is not None and state.busy
         }
 
     def look(self, states: Sequence[WorkerState], *, complete: bool) -> Trigger | None:
@@ -88,10 +88,10 @@ class TriggerWatch:
     def _slot_changed(self, states: Sequence[WorkerState]) -> Trigger | None:
         """PCIe itself says that the link is another one. An idle GPU saves power on its link: that says nothing."""
         for state in states:
-            before = self._pcie.get((state.rank, state.incarnation))
-            if state.gpu is None or before is None or not state.busy:
+            if state.gpu is None or not state.busy:
                 continue
             now = (state.gpu.pcie_generation, state.gpu.pcie_width)
+            before = self._pcie.setdefault((state.rank, state.incarnation), now)
             if None not in (*now, *before) and now != before:
                 return Trigger(
                     "link",
@@ -163,8 +163,8 @@ def gpu_throttles(engines: Sequence[tuple[WorkerState, EngineState]], drift: flo
 def memory_is_tight(states: Sequence[WorkerState], device: float, host: float) -> Trigger | None:
     """Less than the share ``device`` of a device, or ``host`` of a node, is free.
 
-    On a device weights give way; on a node nothing can, but its link is measured anew: a machine that reclaims memory
-    copies slowly.
+    On a device weights give way, those of each manager by the same share (a budget is for each); on a node nothing can,
+    but its link is measured anew: a machine that reclaims memory copies slowly.
     """
     for state in states:
         keep = int(device * state.device_total_bytes)
@@ -174,7 +174,7 @@ def memory_is_tight(states: Sequence[WorkerState], device: float, host: float) -
                 "memory",
                 f"worker {state.rank}'s device has {state.device_free_bytes} bytes free, fewer than {keep}",
                 state.rank,
-                max(state.weight_bytes - lacking, 1),
+                _less(state, lacking),
             )
     for state in states:
         if state.host is not None and state.host.available_bytes < host * state.host.total_bytes:
@@ -185,3 +185,9 @@ def memory_is_tight(states: Sequence[WorkerState], device: float, host: float) -
                 state.rank,
             )
     return None
+
+
+def _less(state: WorkerState, lacking: int) -> int:
+    """The budget of the worker's own manager with which all its managers together hold so many bytes less."""
+    own = state.engines[0].weight_bytes
+    return max(own - lacking * own // state.weight_bytes, 1)

@@ -34,6 +34,7 @@ def state(
         step_seconds=step,
         stall_seconds=stall,
         transfer_seconds=transfer,
+        weight_bytes=6 << 30,
         streamed_bytes=1 << 30,
         predicted=prediction,
     )
@@ -80,6 +81,7 @@ def test_a_slot_that_lost_its_lanes_is_a_reason_unless_the_gpu_idles() -> None:
     kind, reason = look(state(pcie=(5, 8)), state(steps=0))
     assert kind == "link" and "PCIe 5 x8" in reason and "PCIe 5 x16" in reason
     assert look(state(pcie=(1, 16), busy=False), state(steps=0)) == ("", "")
+    assert look(state(), state(steps=0, pcie=(1, 16), busy=False)) == ("", ""), "it idled when the plan came in force"
 
 
 def test_a_device_with_little_memory_left_asks_for_fewer_weights_on_it() -> None:
@@ -90,6 +92,11 @@ def test_a_device_with_little_memory_left_asks_for_fewer_weights_on_it() -> None
     assert found is not None and found.kind == "memory" and "worker 3's device" in found.reason
     keep = int(0.02 * (80 << 30))
     assert found.budget is not None and (6 << 30) - found.budget + (1 << 28) == 2 * keep
+    (engine,) = now.engines
+    twins = replace(now, weight_bytes=12 << 30, engines=(engine, replace(engine, name="worker-3-2")))
+    shared = watch.look([twins], complete=True)
+    assert shared is not None and shared.budget is not None
+    assert 2 * ((6 << 30) - shared.budget) + (1 << 28) == pytest.approx(2 * keep, abs=2), "a budget is for each manager"
 
 
 def test_a_node_with_little_memory_left_is_a_reason() -> None:
