@@ -89,11 +89,12 @@ class BatchJob:
         if reference is slot.setup:
             self._pool.settle_setup(slot)
             return
+        given = list(slot.in_flight.values())
         lease = slot.in_flight.pop(reference)
         try:
             answer: LeaseResult = ray.get(reference)
         except RayActorError as error:
-            self._worker_died(slot, lease, error)
+            self._worker_died(slot, given, error)
         except RayError as error:
             cause = getattr(error, "cause", None) or error
             self._failed(lease, cause)
@@ -108,11 +109,11 @@ class BatchJob:
                 self._wanted -= len(lease.items)
                 self.finished_leases.append((lease, answer))
 
-    def _worker_died(self, slot: Slot, lease: Lease, error: RayActorError) -> None:
-        # Calls run in order, so only the oldest lease can have been at work when the worker died.
-        self._give_back(lease, f"its worker died: {type(error).__name__}", blame=True)
-        for other in slot.in_flight.values():
-            self._give_back(other, "", blame=False)
+    def _worker_died(self, slot: Slot, given: list[Lease], error: RayActorError) -> None:
+        # Calls run in order, so only the oldest lease can have been at work when the worker died; which of them is told
+        # first says nothing.
+        for lease in given:
+            self._give_back(lease, f"its worker died: {type(error).__name__}", blame=lease is given[0])
         slot.in_flight.clear()
         self._pool.lost(slot, error)
 
