@@ -296,7 +296,7 @@ def verify_leases(end: JobEnd) -> dict[str, Any]:
         try:
             found = ray.get(worker.verify.remote(lease.items, answer.results), timeout=VERIFY_TIMEOUT)
         except ray.exceptions.RayError as error:
-            return {"error": str(getattr(error, "cause", error)).splitlines()[0]}
+            return {"error": first_line(error)}
         total["checked"] += found["checked"]
         total["identical"] += found["identical"]
         total["different"] += found["different"]

@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.coordinator import NAME, WORKER_PREFIX, Coordinator
 from cluster.memory_monitor import warn_where_it_kills
 from cluster.messages import CoordinatorOptions, WorkerStart
+from cluster.whole_files import file_stem
 from cluster.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -240,7 +241,7 @@ def runtime_directory() -> Path:
 @contextlib.contextmanager
 def announced(run: RunFile) -> Iterator[Path]:
     """The run file, there and locked while the block runs."""
-    path = runtime_directory() / f"{run.namespace}-{run.pid}.json"
+    path = runtime_directory() / f"{file_stem(run.namespace)}-{run.pid}.json"
     beside = path.with_suffix(".part")
     with open(os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
