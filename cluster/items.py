@@ -46,6 +46,12 @@ def item_length(item: Item) -> int:
     return sum(len(message["content"]) for message in messages) if isinstance(messages, list) else 0
 
 
+def tokens_of(result: dict[str, Any]) -> int:
+    """New tokens of a result: the length of its ``tokens``, or the number there; 0 where it has none."""
+    tokens = result.get("tokens", 0)
+    return len(tokens) if isinstance(tokens, list | tuple) else tokens if isinstance(tokens, int) else 0
+
+
 def _as_item(value: Any) -> Item:
     if isinstance(value, str):
         return {"prompt": value}

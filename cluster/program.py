@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cluster.batch_size import BatchChoice
-from cluster.items import item_length, items_of
+from cluster.items import item_length, items_of, tokens_of
 from cluster.job import JobEnd, device_of, ray_session, run_job, verify_leases
 from cluster.job_spec import JobSpec, Work, beside, forget_run
 from cluster.journal import OutputJournal
 from cluster.messages import Item, JobProgress, RunStatus
 from cluster.model_task import MakeModel, ModelTask, RunItems
+from cluster.options import coordinator_settings
 from cluster.packing import pack, pack_task, resolve_task
 from cluster.parquet_files import is_parquet, journal_of, require_pyarrow, write_answers
 from cluster.task import TaskError, TaskFactory
@@ -84,6 +86,10 @@ def run_batch(
     ConfigError, JournalError and SessionError for what else can be put right, NoWorkers when no worker is left.
     """
     target = Path(output).expanduser().absolute()
+    _check("device", device, "auto, cuda or host", device in ("auto", "cuda", "host"))
+    _check("num_gpus", num_gpus, "a number above 0", num_gpus > 0)
+    _check("verify", verify, "0 or more", verify >= 0)
+    _check("namespace", namespace, "a text", bool(namespace))
     spec = JobSpec(
         task=_packed(task, model, run, compile_fn, target),
         task_options=dict(task_options or {}),
@@ -98,10 +104,10 @@ def run_batch(
         namespace=namespace,
         verify=verify,
         checkpoint_seconds=checkpoint_seconds,
-        coordinator=dict(coordinator or {}),
+        coordinator=coordinator_settings(coordinator or {}),
     )
     pack("task_options", spec.task_options)
-    _check_task(spec)
+    spec = dataclasses.replace(spec, task_options=_checked_options(spec))
     if is_parquet(target):
         require_pyarrow(target)
     where = device_of(spec)
@@ -122,7 +128,7 @@ def run_batch(
                     spec,
                     session,
                     work,
-                    tokens_of=_tokens_of,
+                    tokens_of=tokens_of,
                     on_progress=on_progress,
                     collect=lambda end: _outcome(end, target, ids, verify=verify > 0),
                 )
@@ -160,18 +166,21 @@ def _packed(
     )
 
 
-def _check_task(spec: JobSpec) -> None:
-    task = resolve_task(spec.task)(spec.task_options)
+def _checked_options(spec: JobSpec) -> dict[str, Any]:
+    """What workers give the task: their current directory is another one."""
+    task: Any = resolve_task(spec.task)(spec.task_options)
     if spec.batch_size == "auto" and not hasattr(task, "rehearse"):
         raise TaskError("batch_size auto: this task cannot be tried at several sizes; give a number")
+    sent: dict[str, Any] = getattr(task, "sent_options", spec.task_options)
+    return sent
+
+
+def _check(what: str, value: Any, wanted: str, right: bool) -> None:
+    if not right:
+        raise ConfigError(f"run_batch: {what} = {value!r}; use {wanted}")
 
 
 def _count(what: str, value: Any) -> Any:
     if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ConfigError(f"run_batch: {what} = {value!r}; use 'auto' or a whole number, 1 or more")
     return value
-
-
-def _tokens_of(result: dict[str, Any]) -> int:
-    tokens = result.get("tokens", 0)
-    return len(tokens) if isinstance(tokens, list | tuple) else int(tokens) if isinstance(tokens, int) else 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 
 from cluster.batch_size import BatchChoice
+from cluster.items import tokens_of
 from cluster.job import JobEnd, Session, device_of, ray_session, run_job
 from cluster.job_spec import JobSpec, Work, forget_run, kept_choice
 from cluster.journal import OutputJournal
@@ -139,12 +139,6 @@ def _run_in(session: Session, config: RunConfig, spec: JobSpec, work: Work, cons
             on_choice=show_choice,
             held=signals_held,
         )
-
-
-def tokens_of(result: dict[str, Any]) -> int:
-    """New tokens of a result: the length of its ``tokens``, or the number there."""
-    tokens = result.get("tokens", 0)
-    return len(tokens) if isinstance(tokens, list | tuple) else int(tokens)
 
 
 def ray_address(config: RunConfig) -> str | None:

@@ -126,6 +126,13 @@ def test_what_cannot_be_sent_is_named_before_ray_starts(tmp_path: Path) -> None:
         run_batch([1], model=dict, run=run, output=output, batch_size=0)
     with pytest.raises(ConfigError, match="either task, or model and run"):
         run_batch([1], model=dict, run=run, task="x:y", output=output)
+    with pytest.raises(ConfigError, match="device = 'cuda:0'; use auto, cuda or host"):
+        run_batch([1], model=dict, run=run, output=output, device="cuda:0")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_gpus = 0"):
+        run_batch([1], model=dict, run=run, output=output, num_gpus=0)
+    with pytest.raises(ConfigError, match="coordinator setting.*hang"):
+        run_batch([1], model=dict, run=run, output=output, coordinator={"hangs": 3})
+    assert not output.exists()
 
 
 def test_items_of_a_program_get_ids_and_equal_ones_are_refused() -> None:
