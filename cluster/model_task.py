@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,7 @@ class ModelTask:
     def run(self, items: Sequence[Item]) -> list[dict[str, Any]]:
         """What ``run`` returns for the items, each with its id; a mapping as it is, else under ``result``."""
         results = self._call(self._model, items)
-        return [self._plain(item, result) for item, result in zip(items, results, strict=True)]
+        return [self._plain(item, result, self._files) for item, result in zip(items, results, strict=True)]
 
     def rehearse(self, items: Sequence[Item], *, brief: bool) -> Rehearsal:
         """All of it: how long ``run`` takes is not known. Items are what is counted."""
@@ -88,20 +89,22 @@ class ModelTask:
         return Rehearsal(tokens=len(items), repeats=self._steps() - before)
 
     def verify(self, items: Sequence[Item], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The same on a whole model, compiled in the same way; equal means every value is."""
+        """The same on a whole model, compiled in the same way; equal means every value is, and every image's file."""
         if self._copy is None:
             model, source = self._made()
             if source is not None:
                 raise TaskError("verify needs a model with its weights; this factory returns a meta model and a source")
             model.to(self._manager.device.torch_device)
             if self._compile_fn is not None:
-                for name, unit in (*self._manager.offload_units(), *self._manager.resident_units()):
+                for name, _ in (*self._manager.offload_units(), *self._manager.resident_units()):
                     model.set_submodule(name, self._compile_fn(model.get_submodule(name)))
-                    del unit
             self._copy = model
         given = {str(result["id"]): result for result in results}
-        again = [self._plain(item, one) for item, one in zip(items, self._call(self._copy, items), strict=True)]
-        different = [str(one["id"]) for one in again if one != given[str(one["id"])]]
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            found = zip(items, self._call(self._copy, items), strict=True)
+            again = [_contents(self._plain(item, one, folder), folder) for item, one in found]
+        different = [str(one["id"]) for one in again if one != _contents(given[str(one["id"])], self._files)]
         return {"checked": len(again), "identical": len(again) - len(different), "different": different}
 
     def describe(self) -> dict[str, Any]:
@@ -126,17 +129,27 @@ class ModelTask:
             raise TaskError(f"run(model, items) returned {found} for {len(items)} items; return one an item, in order")
         return results
 
-    def _plain(self, item: Item, result: Any) -> dict[str, Any]:
+    def _plain(self, item: Item, result: Any, files: Path | None) -> dict[str, Any]:
         given = dict(result) if isinstance(result, Mapping) else {"result": result}
-        return {"id": item["id"], **{key: self._value(item, key, value) for key, value in given.items()}}
+        return {"id": item["id"], **{key: self._value(item, key, value, files) for key, value in given.items()}}
 
-    def _value(self, item: Item, key: str, value: Any) -> Any:
-        """A tensor or array as numbers, an image as the path of its file."""
+    def _value(self, item: Item, key: str, value: Any, files: Path | None) -> Any:
+        """A tensor or array as numbers, an image as the path of its file in ``files``."""
         if hasattr(value, "tolist"):
             return value.tolist()
-        if hasattr(value, "save") and hasattr(value, "getpixel") and self._files is not None:
-            path = self._files / f"{file_stem(str(item['id']))}-{file_stem(str(key))}.png"
+        if hasattr(value, "save") and hasattr(value, "getpixel") and files is not None:
+            path = files / f"{file_stem(str(item['id']))}-{file_stem(str(key))}.png"
             with whole_file(path) as part:
                 value.save(part, format="PNG")
             return str(path)
         return value
+
+
+def _contents(result: dict[str, Any], files: Path | None) -> dict[str, Any]:
+    """The result with what its files in ``files`` hold in place of their paths."""
+
+    def read(value: Any) -> Any:
+        inside = files is not None and isinstance(value, str) and Path(value).parent == files
+        return Path(value).read_bytes() if inside else value
+
+    return {key: read(value) for key, value in result.items()}

@@ -130,7 +130,7 @@ def test_what_cannot_be_sent_is_named_before_ray_starts(tmp_path: Path) -> None:
         run_batch([1], model=dict, run=run, output=output, device="cuda:0")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="num_gpus = 0"):
         run_batch([1], model=dict, run=run, output=output, num_gpus=0)
-    with pytest.raises(ConfigError, match="coordinator setting.*hang"):
+    with pytest.raises(ConfigError, match=r"coordinator setting.*hang"):
         run_batch([1], model=dict, run=run, output=output, coordinator={"hangs": 3})
     assert not output.exists()
 
