@@ -133,12 +133,14 @@ class DeviceWeights:
 
     def _carry(self, moves: list[Move], fresh: Set[int]) -> None:
         """Copy and bind what has moved within the device, then let go of its old place. ``fresh``: no bytes yet."""
+        self._go_behind_compute()
         for move in moves:
             if move.index not in fresh:
                 self._copy.copy(move.destination, move.source)
                 self._bind(move.index, move.destination)
         if moves:
             self._copy.synchronize()
+            del move  # its old chunk, before cached blocks go back
         moves.clear()
         self.device.release_cached()
 
@@ -158,6 +160,7 @@ class DeviceWeights:
     def _fill(self, indexes: Sequence[int]) -> int:
         """Copy resident weights in from the host, and make later compute wait for it."""
         moved = 0
+        self._go_behind_compute()
         for index in indexes:
             source = self.table.source(index)
             self._copy.copy(self._residents.data(index), source)
@@ -167,6 +170,12 @@ class DeviceWeights:
         self.device.compute_stream().wait(done)
         self.copied_bytes += moved
         return moved
+
+    def _go_behind_compute(self) -> None:
+        """Memory that was just taken may have been freed by another thread whose kernels are still queued."""
+        queued: Event = self.device.new_event(timed=False)
+        self.device.compute_stream().record(queued)
+        self._copy.wait(queued)
 
     def rebind(self, indexes: Sequence[int]) -> None:
         """These weights' host bytes or tensor objects have changed: point and, where resident, copy again. The caller

@@ -145,9 +145,9 @@ class Residents:
     def grow(self, indexes: Sequence[int]) -> None:
         """New chunks for these. Raises torch.OutOfMemoryError."""
         for places, nbytes in self._groups(indexes):
-            chunk = _Chunk(self._device.allocate(nbytes), places)
-            self._chunks.append(chunk)
-            self._home.update(dict.fromkeys(places, chunk))
+            # No name for it here: an error's traceback would keep it, and with it memory for the plan before.
+            self._chunks.append(_Chunk(self._device.allocate(nbytes), places))
+            self._home.update(dict.fromkeys(places, self._chunks[-1]))
 
     def clear(self) -> None:
         """Nothing is resident; the memory is given back."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from flextensor.planner import ALIGNMENT, Plan, build_plan
 from flextensor.runtime import residents
+from flextensor.runtime.host import HostDevice
 from tests.engine.conftest import MakePair
 from tests.engine.harness import Pair, noise
 from tests.engine.models import Blocks
@@ -170,3 +171,14 @@ def test_the_allocator_holds_no_more_than_the_plan_counts(pair: MakePair, device
     manager.release()
     gc.collect()
     assert manager.device.allocated_bytes() <= max(empty, 0) + (0 if device == "host" else 1 << 20)
+
+
+def test_chunks_that_found_no_room_are_free_while_the_error_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan before is put in force again then, and needs all of its room."""
+    monkeypatch.setattr(residents, "CHUNK_BYTES", 1 << 20)
+    device = HostDevice(memory_bytes=3 << 20, link_bytes_per_second=1e9)
+    kept = residents.Residents(device, [1 << 20] * 4)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        kept.grow(range(4))
+    kept.clear()
+    assert error.value.__traceback__ is not None and device.allocated_bytes() == 0
