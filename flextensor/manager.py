@@ -262,12 +262,12 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
         self._recorder.close_step(self.device.compute_stream())
         if self._warmup is not None:
             self._finish_warmup_step(self._warmup)
-        elif self._tail.state == "in_progress" and not self._tail.manual:
-            self._advance_tail()
+        elif self._tail.state == "in_progress" and not self._tail.manual and not self.device.is_capturing():
+            self._advance_tail()  # what is captured does not run: it measures nothing, and nothing may be waited for
         if self._measuring_kind:
             self._measuring_kind = False
             self._make_room()
-        if self._diagnostics is not None:
+        if self._diagnostics is not None and not self.device.is_capturing():
             self._diagnostics.step_done(self)
         return result
 

@@ -265,7 +265,7 @@ class Loader:
         if self._trace is not None:
             self._recorder.end_step(self._trace)
             self._trace = None
-        if self._tail_first:
+        if self._tail_first and (self._captured or not self._capturing):  # no copy stream in a capture without copies
             self._copy.record(self._fetched)
             stream.wait(self._fetched)
         if self._capturing:

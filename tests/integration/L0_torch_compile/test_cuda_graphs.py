@@ -54,6 +54,18 @@ def test_replays_with_new_inputs_are_right_and_stream(mode) -> None:
         assert torch.equal(out, twin(x))
 
 
+def test_a_plan_that_streams_nothing_is_captured_too() -> None:
+    model, twin, x = at_inference(enable_diagnostics=True)
+    om = ft.get_offload_manager()
+    om.replan(1.0)
+    for _ in range(7):  # diagnostics speak, and wait for the steps, after the eighth
+        model(x)
+    assert om.plan is not None and om.plan.streamed_bytes == 0
+    graph, out = captured(model, x)
+    assert_replays_equal(graph, out, x, twin)
+    assert torch.equal(model(x), twin(x))
+
+
 def test_the_manual_replan_example_runs_as_written() -> None:
     model, twin, static_x = at_inference(transfer_mode="allocation_block_transfer")
     om = ft.get_offload_manager()
