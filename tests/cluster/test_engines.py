@@ -62,17 +62,14 @@ def test_a_replan_reaches_every_manager_and_one_with_a_budget_of_its_own_keeps_i
 
 @pytest.mark.parametrize("wanted", [0, 1, 2], ids=["text", "first", "second"])
 def test_a_step_boundary_of_any_manager_keeps_the_gate(worker: Worker, wanted: int) -> None:
-    """Six steps each of the text model, the first and the second one, 30 ms apart."""
+    """Six steps each of the text model, the first and the second one."""
     proposal = worker.propose(1, 0.8, None, None)
     began = worker.state().steps
-    thread = threading.Thread(target=run_item, args=(worker,), kwargs={"seconds": 0.03})
+    thread = threading.Thread(target=run_item, args=(worker,))
     thread.start()
-    deadline = time.monotonic() + 10
-    while worker.state().steps < began + 6 * wanted + 2 and time.monotonic() < deadline:
-        time.sleep(0.002)
-    prepared = worker.prepare(1, 2, proposal.plans, 0.8, 5.0)
+    prepared = worker.prepare(1, 2, proposal.plans, 0.8, 30.0, stands_at=began + 6 * wanted + 3)
     stood = worker.state()
-    assert began + 6 * wanted < stood.steps <= began + 6 * (wanted + 1) and stood.parked
+    assert stood.steps == began + 6 * wanted + 3 and stood.parked
     time.sleep(0.1)
     assert worker.state().steps == stood.steps == prepared.step_index
     assert worker.commit(1) > 0.09

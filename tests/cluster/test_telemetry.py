@@ -95,6 +95,7 @@ def test_fields_that_a_gpu_does_not_have_are_none_and_no_fault(
 ) -> None:
     nvml = BrokenNvml(10**6)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr("cluster.telemetry.SAMPLE_INTERVAL", 60.0)
     telemetry = DeviceTelemetry("0000")
     sample = telemetry.sample()
     assert sample is not None and telemetry.uuid == sample.uuid == "GPU-0000" and sample.name == "NVIDIA Test"
