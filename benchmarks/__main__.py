@@ -97,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = sorted(set(options.only or ()) - {run.name for run in planned})
     if unknown:
         parser.error(f"no benchmark {unknown[0]!r} here; there are: {', '.join(run.name for run in planned)}")
+    # A shell's background job ignores it, and so would what it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     failed = 0
     for run in planned:
         if options.only and run.name not in options.only:
