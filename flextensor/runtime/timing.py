@@ -142,6 +142,8 @@ class Recorder:
         self.step_seconds: deque[float] = deque(maxlen=KEPT_STEPS)
         self._count = 0
         self._captured: StepTrace | None = None
+        self._in_graphs: list[StepTrace] = []
+        """Every step captured under the plan in force: graphs that may be replayed record their events."""
         self._unclosed: StepTrace | None = None
         self.capture_events = False
         """Time captured steps with external events (``offload_timing="cuda_graph"``)."""
@@ -158,6 +160,8 @@ class Recorder:
                 return None
             trace = self._captured = StepTrace(self, visits)
             trace.kind = kind
+            trace.begin(stream)
+            self._in_graphs.append(trace)
             return trace
         self.harvest()
         if self.every == 0:
@@ -175,9 +179,10 @@ class Recorder:
 
     def end_step(self, trace: StepTrace) -> None:
         """The step's last visit has been issued."""
-        if trace.complete and trace is not self._captured:
-            self._pending.append(trace)
+        if trace.complete:
             self._unclosed = trace
+            if trace is not self._captured:
+                self._pending.append(trace)
 
     def close_step(self, stream: Stream) -> None:
         """The model's call is over: what it did after its last visit counts too."""
@@ -213,8 +218,9 @@ class Recorder:
         return True
 
     def forget_capture(self) -> None:
-        """The captured step is stale (another plan is in force)."""
+        """Captured steps are stale (another plan is in force)."""
         self._captured = None
+        self._in_graphs.clear()
 
     def break_sequence(self) -> None:
         """What follows is no continuation of the last step (a replan, a pause): its duration means nothing."""

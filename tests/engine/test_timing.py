@@ -12,6 +12,8 @@ from torch import nn
 import flextensor as ft
 from flextensor.diagnostics import SETTLED_STEPS
 from flextensor.live import SETTLED_SAMPLES
+from flextensor.runtime.host import HostDevice
+from flextensor.runtime.timing import Recorder
 from tests.engine.conftest import MakePair
 from tests.engine.harness import Pair, noise
 from tests.engine.models import Blocks, delay_compute
@@ -155,6 +157,26 @@ def test_what_the_root_does_outside_its_units_is_part_of_the_step(pair: MakePair
     assert expected is not None and expected.measured == "live"
     assert expected.prediction.step_seconds > 5e-3 + 10e-3 + 5 * 1e-3
     assert all(step.outside > 14e-3 for step in one.manager.sampled_steps())
+
+
+def test_a_captured_step_counts_what_the_root_does_too() -> None:
+    """The host device records no graphs; that one is recorded is all that the recorder is told."""
+    device = HostDevice(memory_bytes=1 << 20, link_bytes_per_second=1e9)
+    recorder, stream = Recorder(device, every=8), device.compute_stream()
+    recorder.capture_events = True
+    trace = recorder.begin_step(1, "step", stream, capturing=True)
+    assert trace is not None
+    time.sleep(5e-3)
+    for mark in (trace.arrive, trace.start, trace.end):
+        mark(0, stream)
+    recorder.end_step(trace)
+    time.sleep(10e-3)
+    recorder.close_step(stream)
+    recorder.harvest(wait=True)
+    assert not recorder.steps, "a captured step has not run yet"
+    assert recorder.read_replay() and recorder.steps[0].outside > 14e-3
+    recorder.forget_capture()
+    assert not recorder.read_replay()
 
 
 def test_measured_transfer_follows_the_link(pair: MakePair, device: str) -> None:
