@@ -197,6 +197,7 @@ def run_job(
     sample = work.batches(sample_size)
     workers = min(_worker_count(spec, session), len(work.batches(1 if fixed == "auto" else fixed)))
     threads = spec.threads or (max(1, (os.cpu_count() or 1) // workers) if session.device == "host" else 0)
+    budgets = (spec.budget, spec.config.budget_bytes, spec.config.budget_fraction)
 
     def make(rank: int) -> Any:
         start = WorkerStart(
@@ -207,7 +208,7 @@ def run_job(
             config=spec.config,
             task=spec.task,
             task_options=spec.task_options,
-            budget=spec.budget if spec.budget is not None else spec.config.budget_bytes,
+            budget=next((one for one in budgets if one is not None), None),
             store_namespace=spec.config.shm_namespace,
             threads=threads,
             checkpoint_dir=str(spec.checkpoints),

@@ -334,7 +334,8 @@ class Worker:
 def _budget_settings(budget: Budget) -> dict[str, Any]:
     if budget is None:
         return {}
-    return {"budget_bytes": budget} if isinstance(budget, int) else {"budget_fraction": budget}
+    exact = isinstance(budget, int)
+    return {"budget_bytes": budget if exact else None, "budget_fraction": None if exact else budget}
 
 
 def _engine_state(engines: tuple[EngineState, ...]) -> dict[str, Any]:

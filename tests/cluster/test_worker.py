@@ -12,7 +12,7 @@ import pytest
 
 from cluster.messages import Assignment, Lease, WorkerStart
 from cluster.task import TaskError
-from cluster.worker import Refused, Worker
+from cluster.worker import Refused, Worker, _budget_settings
 from flextensor import BudgetError, OffloadConfig
 from tests.cluster.conftest import TINY, TINY_BYTES, TINY_OPTIONS
 
@@ -82,6 +82,31 @@ def test_a_budget_that_does_not_work_is_refused_before_anyone_stands(worker: Wor
         worker.propose(1, 1000, None, None)
     assert error.value.needed > 1000
     assert not worker.state().parked
+
+
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_without_a_budget_a_plan_keeps_to_what_the_device_and_the_configuration_leave(
+    monkeypatch: pytest.MonkeyPatch, share: float | None
+) -> None:
+    """A link so slow that latency mode wants all weights on a device that takes not much more than half of them."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    memory = int(TINY_BYTES * (0.7 if share is None else 1.4))
+    config = OffloadConfig(host_link_bytes_per_second=1e6, host_memory_bytes=memory, max_gpu_mem_fraction=share)
+    worker = Worker(start_of(budget=None, config=config))
+    try:
+        worker.setup()
+        proposal = worker.propose(1, None, None, None)
+        assert 0 < proposal.plan.weight_bytes <= 0.7 * TINY_BYTES and proposal.plan.streamed_bytes > 0
+    finally:
+        worker.close()
+        sys.modules.pop("tiny_task", None)
+
+
+def test_a_runs_budget_wins_over_one_of_the_other_kind_in_the_configuration() -> None:
+    settings = OffloadConfig(budget_bytes=1 << 30).updated(**_budget_settings(0.5))
+    assert (settings.budget_bytes, settings.budget_fraction) == (None, 0.5)
+    settings = OffloadConfig(budget_fraction=0.5).updated(**_budget_settings(1 << 30))
+    assert (settings.budget_bytes, settings.budget_fraction) == (1 << 30, None)
 
 
 def test_a_joining_worker_takes_the_agreed_plan_or_solves_for_the_agreed_budget(worker: Worker) -> None:
