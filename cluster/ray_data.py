@@ -9,10 +9,10 @@ is no coordinator in it: no replans, no status, no journal to go on from; for th
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +55,8 @@ class OffloadedModel:
             changes["budget_bytes" if isinstance(share, int) else "budget_fraction"] = share
         settings = settings.updated(**changes)
         self._task.load(TaskContext(settings, self._name, settings.shm_namespace, lambda note: None))
-        self._closed = False
-        atexit.register(self.close)
+        # When Ray Data lets go of this object, or else when the process ends.
+        self._end = weakref.finalize(self, _release, self._task, self._name)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Columns in, columns out; the first batch is also what the model is profiled with."""
@@ -71,20 +71,16 @@ class OffloadedModel:
 
     def close(self) -> None:
         """Release the model and its share of the host store."""
-        import flextensor
+        self._end()
 
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self.close)
-        if hasattr(self._task, "close"):
-            self._task.close()
-        with contextlib.suppress(flextensor.OffloadError):
-            flextensor.release(name=self._name, keep_weights=False)
 
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
-            self.close()
+def _release(task: Any, name: str) -> None:
+    import flextensor
+
+    if hasattr(task, "close"):
+        task.close()
+    with contextlib.suppress(flextensor.OffloadError):
+        flextensor.release(name=name, keep_weights=False)
 
 
 def map_offloaded(dataset: Any, *, workers: int, num_gpus: float = 1.0, batch_size: int = 8, **settings: Any) -> Any:

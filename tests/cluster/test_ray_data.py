@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ def test_a_batch_of_columns_gets_the_results_beside_them(monkeypatch: pytest.Mon
     from tiny_task import expected
 
     import flextensor
+    from flextensor import registry
 
     stage = OffloadedModel(**settings("ray-data-here"))
+    name = stage._name
     try:
         items = [{"id": f"i{k}", "steps": k + 1} for k in range(4)]
         batch = {"id": np.array([item["id"] for item in items]), "steps": np.array([item["steps"] for item in items])}
@@ -34,11 +37,13 @@ def test_a_batch_of_columns_gets_the_results_beside_them(monkeypatch: pytest.Mon
             out = stage(batch)
         assert dict(zip(out["id"].tolist(), out["text"].tolist(), strict=True)) == expected(items, TINY_OPTIONS)
         assert out["steps"].tolist() == out["tokens"].tolist() == [1, 2, 3, 4]
-        manager = flextensor.get_offload_manager(stage._name)
+        manager = flextensor.get_offload_manager(name)
         assert manager.plan is not None and manager.plan.streamed_bytes > 0
         assert manager.plan.weight_bytes <= TINY_BYTES / 2
     finally:
-        stage.close()
+        del stage
+        gc.collect()
+    assert name not in registry.names(), "who is let go of gives everything back"
     assert not [path for path in Path("/dev/shm").iterdir() if "ray-data-here" in path.name]
 
 
