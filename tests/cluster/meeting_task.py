@@ -12,8 +12,8 @@ from tiny_task import TinyTask
 from cluster.messages import Item
 from cluster.task import TaskContext
 
-PATIENCE = 5.0
-"""Seconds after which a step goes on alone: the others' job is over."""
+PATIENCE = 60.0
+"""Seconds after which a step goes on alone."""
 
 
 class MeetingTask(TinyTask):
@@ -37,6 +37,8 @@ class MeetingTask(TinyTask):
         (folder / f"{number}.{self._name}").touch()
         end = time.monotonic() + PATIENCE
         while len(list(folder.glob(f"{number}.*"))) < self._options["parties"] and time.monotonic() < end:
+            if (folder / "over").exists():  # the others' job may be over
+                return
             time.sleep(0.001)
 
     def run(self, items: Sequence[Item]) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ import pytest
 import ray
 
 from flextensor.config import OffloadConfig
-from tests.cluster.conftest import TINY_OPTIONS, Run
-from tests.cluster.test_batch_job import answers_of, events_of, items_of, status_of
+from tests.cluster.conftest import Run
+from tests.cluster.test_batch_job import assert_answers_right, events_of, finish, items_of, status_of
 from tests.cluster.test_coordinator import replan, run_with
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
@@ -56,21 +56,6 @@ def await_event(run: Run, what: Callable[[dict[str, Any]], bool], seconds: float
             return found[0]
         time.sleep(0.1)
     raise AssertionError(f"not within {seconds:.0f} s; events: {events_of(run)[-5:]}")
-
-
-def finish(run: Run) -> None:
-    """No more items; those under way are answered."""
-    queue = run.job._queue
-    while (lease := queue.take()) is not None:
-        queue.finish(lease.number)
-
-
-def assert_answers_right(run: Run) -> None:
-    from tiny_task import expected
-
-    answers = answers_of(run)
-    want = expected([item for item in run.items if item["id"] in answers], TINY_OPTIONS)
-    assert len(want) > 4 and {key: answer["text"] for key, answer in answers.items()} == want
 
 
 def assert_metrics_served() -> None:

@@ -14,7 +14,14 @@ import ray
 
 from cluster.messages import JobProgress, ReplanOutcome, ReplanRequest
 from tests.cluster.conftest import Run
-from tests.cluster.test_batch_job import assert_all_right, events_of, items_of, status_of
+from tests.cluster.test_batch_job import (
+    assert_all_right,
+    assert_answers_right,
+    events_of,
+    finish,
+    items_of,
+    status_of,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
@@ -51,10 +58,16 @@ def replan(run: Run, **request: Any) -> ReplanOutcome:
 
 def test_a_worker_that_dies_in_a_round_stops_it_and_the_next_round_goes_well(start_run: Callable[..., Run]) -> None:
     # Steps of half a second: a prepare waits long enough that the kill comes in the middle of it.
-    run = start_run(items_of(16, steps=2, seconds=0.5), batch=1)
+    run = start_run(items_of(2000, steps=2, seconds=0.5), batch=1)
     outcomes: list[ReplanOutcome] = []
 
     def work() -> None:
+        try:
+            rounds()
+        finally:
+            finish(run)  # there was work however long the new process took to start
+
+    def rounds() -> None:
         pid = status_of(run).workers[1].pid
         threading.Timer(0.15, os.kill, (pid, signal.SIGKILL)).start()
         outcomes.append(replan(run, budget=0.8, measure=False))
@@ -66,7 +79,7 @@ def test_a_worker_that_dies_in_a_round_stops_it_and_the_next_round_goes_well(sta
             time.sleep(0.5)
 
     run_with(run, work)
-    assert_all_right(run)
+    assert_answers_right(run)
     assert outcomes[-1].committed and len(outcomes[-1].changes) == 2, outcomes[-1].reason
     first = outcomes[0]
     if first.committed:  # the kill came after the decision: then the worker took the plan when it came back

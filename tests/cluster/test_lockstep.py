@@ -10,7 +10,7 @@ import pytest
 
 from cluster.messages import ReplanOutcome
 from tests.cluster.conftest import Run
-from tests.cluster.test_batch_job import answers_of, assert_all_right, events_of, items_of, status_of
+from tests.cluster.test_batch_job import answers_of, assert_answers_right, events_of, finish, items_of, status_of
 from tests.cluster.test_coordinator import replan, run_with
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
@@ -30,7 +30,7 @@ def test_a_lockstep_group_changes_plans_before_the_same_step(start_run: Callable
     folder = tmp_path / "meetings"
     folder.mkdir()
     run = start_run(
-        items_of(40, steps=6),
+        items_of(4000, steps=6),
         batch=1,
         task="meeting_task:MeetingTask",
         task_options={"folder": str(folder), "parties": 2, "slow": 0.01},
@@ -39,12 +39,16 @@ def test_a_lockstep_group_changes_plans_before_the_same_step(start_run: Callable
     outcomes: list[ReplanOutcome] = []
 
     def work() -> None:
-        for budget in (0.9, 0.4, 0.7):
-            outcomes.append(replan(run, budget=budget, measure=budget == 0.4))
-            time.sleep(0.2)
+        try:
+            for budget in (0.9, 0.4, 0.7):
+                outcomes.append(replan(run, budget=budget, measure=budget == 0.4))
+                time.sleep(0.2)
+        finally:
+            finish(run)
+            (folder / "over").touch()
 
     run_with(run, work)
-    assert_all_right(run)
+    assert_answers_right(run)
     assert [outcome.committed for outcome in outcomes] == [True] * 3, [outcome.reason for outcome in outcomes]
     for outcome in outcomes:
         assert outcome.step_indexes[0] == outcome.step_indexes[1] > 0
