@@ -90,11 +90,6 @@ class LeaseQueue:
         return []
 
     @property
-    def waiting(self) -> int:
-        """Leases that wait for a worker."""
-        return len(self._waiting)
-
-    @property
     def finished(self) -> bool:
         """True when no lease waits and none is out."""
         return not self._waiting and not self._out

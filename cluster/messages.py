@@ -111,7 +111,6 @@ class Prepared:
 
     rank: int
     step_index: int
-    waited_seconds: float
 
 
 @dataclass(frozen=True)

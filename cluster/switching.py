@@ -81,13 +81,13 @@ class Switching:
             self.admit(round_number)
             self._round = round_number
         self._engines.check(plans)
-        waited = self._gate.close(round_number, timeout, stands_at=stands_at, then=STANDS_LONGER)
+        self._gate.close(round_number, timeout, stands_at=stands_at, then=STANDS_LONGER)
         with self._lock:
             if self._round != round_number:
                 self._gate.open(round_number)
                 raise Refused(f"round {round_number} was ended while worker {self._rank} came to its boundary")
             self._prepared = _Staged(round_number, epoch, plans, budget)
-        return Prepared(self._rank, self._gate.index, waited)
+        return Prepared(self._rank, self._gate.index)
 
     def commit(self, round_number: int) -> float:
         """See ``Worker.commit``."""
