@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cluster.batch_size import BatchChoice
 from cluster.items import item_length, items_of, tokens_of
 from cluster.job import JobEnd, device_of, ray_session, run_job, verify_leases
-from cluster.job_spec import JobSpec, Work, beside, forget_run
+from cluster.job_spec import JobSpec, Work, beside, forget_run, kept_choice
 from cluster.journal import OutputJournal
 from cluster.messages import Item, JobProgress, RunStatus
 from cluster.model_task import MakeModel, ModelTask, RunItems
@@ -110,6 +110,8 @@ def run_batch(
     spec = dataclasses.replace(spec, task_options=_checked_options(spec))
     if is_parquet(target):
         require_pyarrow(target)
+    if not overwrite:
+        kept_choice(spec)  # one that is spoilt is told now
     where = device_of(spec)
     found = items_of(items)
     ids = tuple(str(item["id"]) for item in found)

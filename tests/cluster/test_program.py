@@ -13,6 +13,7 @@ import pytest
 
 from cluster import run_batch
 from cluster.items import ItemError, items_of
+from cluster.journal import JournalError
 from cluster.task import TaskError
 from flextensor.config import ConfigError
 
@@ -132,6 +133,9 @@ def test_what_cannot_be_sent_is_named_before_ray_starts(tmp_path: Path) -> None:
         run_batch([1], model=dict, run=run, output=output, num_gpus=0)
     with pytest.raises(ConfigError, match=r"coordinator setting.*hang"):
         run_batch([1], model=dict, run=run, output=output, coordinator={"hangs": 3})
+    (tmp_path / "a.batch-size.json").write_text("{")
+    with pytest.raises(JournalError, match=r"a\.batch-size\.json"):
+        run_batch([1], model=dict, run=run, output=output, batch_size="auto")
     assert not output.exists()
 
 
