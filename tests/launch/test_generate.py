@@ -87,7 +87,7 @@ def test_two_workers_with_a_replan_in_the_middle_beside_a_second_run(
     assert len({detail["engine"]["store"]["path"] for detail in details}) == 1
     assert sum(detail["engine"]["store"]["created_by_us"] for detail in details) <= 1
     assert 0 < report["weights_copies_in_host_memory"] < 1.1
-    wait_for(lambda: segments() == [], timeout=10)
+    wait_for(lambda: segments() == [])
 
 
 def test_a_killed_job_resumes_with_every_item_once(local_ray: str, make_job: Callable[..., Job]) -> None:
@@ -113,7 +113,7 @@ def test_a_budget_below_the_least_that_works_names_it(local_ray: str, make_job: 
     code, out, err = end_of(job.start("--address", local_ray, "--namespace", "poor"))
     assert code == 2, out + err
     assert len(err.strip().splitlines()) == 1 and "bytes are needed" in err
-    wait_for(lambda: segments() == [], timeout=10)
+    wait_for(lambda: segments() == [])
 
 
 def test_sigterm_stops_the_workers_and_leaves_whole_lines(local_ray: str, make_job: Callable[..., Job]) -> None:
@@ -125,7 +125,7 @@ def test_sigterm_stops_the_workers_and_leaves_whole_lines(local_ray: str, make_j
     assert code == 143, out + err
     assert 3 <= len(job.answers()) < 60
     assert "Traceback" not in err
-    wait_for(lambda: segments() == [], timeout=10)
+    wait_for(lambda: segments() == [])
 
 
 def test_ctrl_c_with_a_ray_of_its_own(make_job: Callable[..., Job]) -> None:
