@@ -216,6 +216,7 @@ class Sweep:
             found = [self._seconds_of(run) / len(visits) for run in (whole, bare)]
         finally:
             recorder.every = every
+            manager._measuring_kind = False
             recorder.break_sequence()
         return found[0], found[1]
 

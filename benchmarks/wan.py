@@ -150,7 +150,7 @@ def run_all(given: argparse.Namespace) -> int:
             else:
                 starts.append(line["start"])
         logger.info("%s took %.0f s", path, time.monotonic() - before)
-        data = {
+        data: dict[str, Any] = {
             "benchmark": "wan",
             "environment": found,
             "settings": {

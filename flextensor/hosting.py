@@ -186,7 +186,8 @@ class Hosting:
             self._scrubber.stop()
         for weight in self.managed:
             if not keep_weights:
-                weight.tensor.data = torch.empty(0, dtype=weight.tensor.dtype)
+                with torch.inference_mode(False):
+                    weight.tensor.data = torch.empty(0, dtype=weight.tensor.dtype)
                 continue
             value = self.store.tensor(weight.name)
             weight.tensor.data = value.clone() if self.store.shared else value

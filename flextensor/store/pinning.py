@@ -33,6 +33,7 @@ class PinnedRegions:
 
     def __init__(self) -> None:
         self._regions: dict[int, int] = {}
+        self._device: torch.device | int | None = None
         self._lock = threading.RLock()
 
     @property
@@ -55,6 +56,7 @@ class PinnedRegions:
             notes = _notes(wanted)
             reason = self._refusal(wanted)
             if not reason:
+                self._device = device
                 with torch.cuda.device(device):
                     for address, nbytes in todo:
                         if self._regions.get(address) == nbytes:
@@ -85,8 +87,12 @@ class PinnedRegions:
         """Unregister everything, or the given regions."""
         with self._lock:
             chosen = dict(self._regions) if within is None else dict(merge_regions(within))
-            for address in chosen:
-                if self._regions.pop(address, None) is not None:
+            mine = [address for address in chosen if self._regions.pop(address, None) is not None]
+            if not mine:
+                return
+            # On the device that registered: the call would make a context on the current one.
+            with torch.cuda.device(self._device):
+                for address in mine:
                     _unregister(address)
 
     def _refusal(self, wanted: int) -> str:
