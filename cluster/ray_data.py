@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.messages import Item
 from cluster.model_task import MakeModel, ModelTask, RunItems
 from cluster.packing import resolve_task
+from cluster.states import budget_settings
 from cluster.task import Task, TaskContext, TaskError, TaskFactory
 from flextensor.config import ConfigError, OffloadConfig, parse_budget
 
@@ -50,10 +51,7 @@ class OffloadedModel:
         self._warm = False
         settings = config if isinstance(config, OffloadConfig) else OffloadConfig(**(config or {}))
         changes: dict[str, Any] = {"shm_enabled": True, "gpu_device": _device(device)}
-        if budget is not None:
-            share = parse_budget(budget)
-            changes["budget_bytes" if isinstance(share, int) else "budget_fraction"] = share
-        settings = settings.updated(**changes)
+        settings = settings.updated(**changes, **budget_settings(None if budget is None else parse_budget(budget)))
         self._task.load(TaskContext(settings, self._name, settings.shm_namespace, lambda note: None))
         # When Ray Data lets go of this object, or else when the process ends.
         self._end = weakref.finalize(self, _release, self._task, self._name)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from flextensor.planner.plan import Prediction
 
 Budget = int | float | None
 """Weights on the device: bytes (int), a fraction of the model's weights (float), or None: latency mode."""
+
+
+def budget_settings(budget: Budget) -> dict[str, Any]:
+    """The budget as OffloadConfig takes it: it wins over one of the other kind there. None leaves what is there."""
+    if budget is None:
+        return {}
+    exact = isinstance(budget, int)
+    return {"budget_bytes": budget if exact else None, "budget_fraction": None if exact else budget}
+
 
 WorkerPhase = Literal["starting", "loading", "ready", "closed"]
 

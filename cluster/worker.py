@@ -39,6 +39,7 @@ from cluster.messages import (
     WorkerState,
 )
 from cluster.packing import resolve_task
+from cluster.states import budget_settings
 from cluster.switching import Refused, Switching
 from cluster.task import Task, TaskContext, TaskError
 from cluster.telemetry import DeviceTelemetry, HostTelemetry, cuda_uuid
@@ -89,7 +90,7 @@ class Worker:
             self._gpu = DeviceTelemetry(uuid)
             self._device = self._gpu.uuid or f"cuda:0 of pid {os.getpid()}"
         config = start.config.updated(
-            gpu_device=device, shm_enabled=True, shm_namespace=start.store_namespace, **_budget_settings(start.budget)
+            gpu_device=device, shm_enabled=True, shm_namespace=start.store_namespace, **budget_settings(start.budget)
         )
         task = resolve_task(start.task)(dict(start.task_options))
         task.load(
@@ -329,13 +330,6 @@ class Worker:
         if self._phase != "ready" or self._manager is None:
             raise Refused(f"worker {self._start.rank} is {self._phase}, not ready")
         return self._manager
-
-
-def _budget_settings(budget: Budget) -> dict[str, Any]:
-    if budget is None:
-        return {}
-    exact = isinstance(budget, int)
-    return {"budget_bytes": budget if exact else None, "budget_fraction": None if exact else budget}
 
 
 def _engine_state(engines: tuple[EngineState, ...]) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from cluster.messages import Assignment, Lease, WorkerStart
+from cluster.states import budget_settings
 from cluster.task import TaskError
-from cluster.worker import Refused, Worker, _budget_settings
+from cluster.worker import Refused, Worker
 from flextensor import BudgetError, OffloadConfig
 from tests.cluster.conftest import TINY, TINY_BYTES, TINY_OPTIONS
 
@@ -103,9 +104,9 @@ def test_without_a_budget_a_plan_keeps_to_what_the_device_and_the_configuration_
 
 
 def test_a_runs_budget_wins_over_one_of_the_other_kind_in_the_configuration() -> None:
-    settings = OffloadConfig(budget_bytes=1 << 30).updated(**_budget_settings(0.5))
+    settings = OffloadConfig(budget_bytes=1 << 30).updated(**budget_settings(0.5))
     assert (settings.budget_bytes, settings.budget_fraction) == (None, 0.5)
-    settings = OffloadConfig(budget_fraction=0.5).updated(**_budget_settings(1 << 30))
+    settings = OffloadConfig(budget_fraction=0.5).updated(**budget_settings(1 << 30))
     assert (settings.budget_bytes, settings.budget_fraction) == (1 << 30, None)
 
 
