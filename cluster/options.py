@@ -68,11 +68,20 @@ def coordinator_settings(given: Mapping[str, Any]) -> dict[str, Any]:
             settings[key] = _triggers(value)
         elif key == "lockstep":
             settings[key] = _lockstep(value)
-        elif (isinstance(value, int | float) and value >= 0) or (key == "rollback_margin" and value is None):
+        elif key == "automatic":
+            if not isinstance(value, bool):
+                raise ConfigError(f"coordinator.automatic = {value!r}: write true or false")
+            settings[key] = value
+        elif (_is_number(value) and (value > 0 or key != "poll")) or (key == "rollback_margin" and value is None):
             settings[key] = value
         else:
-            raise ConfigError(f"coordinator.{key} = {value!r}: write a number, 0 or more")
+            least = "above 0" if key == "poll" else "0 or more"
+            raise ConfigError(f"coordinator.{key} = {value!r}: write a number, {least}")
     return settings
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
 def _triggers(value: Any) -> tuple[str, ...]:

@@ -31,6 +31,10 @@ def test_groups_and_triggers_are_read_from_yaml() -> None:
     [
         ({"hangs": 3}, "hang"),
         ({"hang": -1}, r"coordinator\.hang = -1: write a number"),
+        ({"hang": True}, r"coordinator\.hang = True: write a number, 0 or more"),
+        ({"hang": float("nan")}, r"coordinator\.hang = nan"),
+        ({"poll": 0}, r"coordinator\.poll = 0: write a number, above 0"),
+        ({"automatic": 1}, r"coordinator\.automatic = 1: write true or false"),
         ({"namespace": "x"}, "namespace"),
         ({"triggers": "link"}, "write a list of drift, link"),
         ({"triggers": ["lnik"]}, "link"),
