@@ -104,7 +104,7 @@ def ray_session(
             address = start_local(gpus=_gpus_here(spec, device), namespace=namespace)
         else:
             namespace = spec.namespace
-            address = attach(spec.address or "auto", namespace=namespace) if mine else _own_address()
+            address = attach(spec.address or "auto", namespace=namespace) if mine else _own_address(spec.address)
             if _is_taken(namespace):
                 raise SessionError(f"a run in namespace {namespace!r} is going on at {address}; give another namespace")
             if spec.device == "auto":
@@ -126,8 +126,14 @@ def ray_session(
             _remove_dead_stores(spec.config)
 
 
-def _own_address() -> str:
-    return str(ray.get_runtime_context().gcs_address)
+def _own_address(asked: str | None) -> str:
+    """Of the Ray that this process uses. A host has several names, so it is by the port that another one is told."""
+    address = str(ray.get_runtime_context().gcs_address)
+    if asked not in (None, "auto") and str(asked).rpartition(":")[2] != address.rpartition(":")[2]:
+        raise SessionError(
+            f"this program uses the Ray at {address} already, not {asked}; leave address (--address) out"
+        )
+    return address
 
 
 def _cluster_device() -> str:

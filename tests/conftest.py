@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """``FT_*`` variables of the caller's shell would change what is tested."""
     for name in [name for name in os.environ if name.startswith("FT_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runs_of_this_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run files in a folder of its own: test processes beside each other do not find each other's runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,7 @@ def data(results: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.xdist_group("engine_benchmark")
 def test_every_row_has_every_key_and_every_setting_its_row(data: dict[str, Any]) -> None:
     assert all(tuple(row) == KEYS for row in data["rows"])
     seen = [(row["contender"], row["target"]) for row in data["rows"]]
@@ -46,6 +47,7 @@ def test_every_row_has_every_key_and_every_setting_its_row(data: dict[str, Any])
     assert [row["status"] for row in data["rows"]] == ["ok"] * len(seen)
 
 
+@pytest.mark.xdist_group("engine_benchmark")
 def test_ours_streams_stays_in_its_budget_and_equals_the_resident_model(data: dict[str, Any]) -> None:
     total = weight_bytes(build(TINY))
     for row in (row for row in data["rows"] if row["contender"].startswith("ours")):
@@ -60,6 +62,7 @@ def test_ours_streams_stays_in_its_budget_and_equals_the_resident_model(data: di
         assert row["unforeseen_visits"] == 0
 
 
+@pytest.mark.xdist_group("engine_benchmark")
 def test_ratios_follow_from_the_figures_beside_them(data: dict[str, Any]) -> None:
     for row in (row for row in data["rows"] if row["contender"].startswith("ours")):
         floor = max(row["resident_seconds"], row["streamed_bytes"] / row["link_bytes_per_second"])
@@ -71,6 +74,7 @@ def test_ratios_follow_from_the_figures_beside_them(data: dict[str, Any]) -> Non
         assert row["setup_seconds"] > 0 and row["loader_seconds_a_unit"] > 0
 
 
+@pytest.mark.xdist_group("engine_benchmark")
 def test_the_run_is_recorded_and_drawn(results: Path, data: dict[str, Any]) -> None:
     environment = data["environment"]
     assert environment["commit"] == "0123abcd"

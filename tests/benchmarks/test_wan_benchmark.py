@@ -18,6 +18,10 @@ PNG = b"\x89PNG\r\n\x1a\n"
 BLOCKS = 6
 
 
+pytestmark = pytest.mark.xdist_group("wan_benchmark")
+"""One run serves all of them."""
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("wan")

@@ -30,9 +30,9 @@ TINY_BYTES = 6 * (128 * 128 + 128) * 4
 def local_ray(request: pytest.FixtureRequest) -> Iterator[str]:
     """Four logical GPUs, and this folder on the workers' path; gives the address."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        # pytest 9.2 ignores how pytest-xdist 3.8 groups tests: two clusters would start and take each other's runs.
+        # pytest 9.2 ignores how pytest-xdist 3.8 groups tests: each process would start a cluster.
         strays = [item.nodeid for item in request.session.items if "local_ray" in fixtures(item) and not grouped(item)]
-        assert not strays, f"not in the one group of tests with a Ray cluster: {strays}"
+        assert not strays, f"not in a group of tests with a Ray cluster: {strays}"
     if ray.is_initialized():  # by the same fixture of another folder
         yield str(ray.get_runtime_context().gcs_address)
         return
@@ -57,7 +57,7 @@ def fixtures(item: pytest.Item) -> Sequence[str]:
 
 
 def grouped(item: pytest.Item) -> bool:
-    return item.nodeid.endswith("@ray")
+    return item.nodeid.endswith(("@ray", "@ray_launch"))
 
 
 class Run:

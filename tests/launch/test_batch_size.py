@@ -85,7 +85,7 @@ def test_on_a_gpu_the_peak_of_a_batch_is_measured_and_its_plan_runs(
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.xdist_group("ray")
+@pytest.mark.xdist_group("ray_launch")
 def test_a_run_chooses_its_batch_size_and_shows_what_from(local_ray: str, make_job: Callable[..., Job]) -> None:
     job = make_job(items=20, batch_size="auto", verify=4, **LINK)
     code, out, err = end_of(job.start("--address", local_ray, "--namespace", "auto"))
@@ -103,7 +103,7 @@ def test_a_run_chooses_its_batch_size_and_shows_what_from(local_ray: str, make_j
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.xdist_group("ray")
+@pytest.mark.xdist_group("ray_launch")
 def test_a_run_that_goes_on_keeps_its_batch_size_and_another_size_gives_the_same_tokens(
     local_ray: str, make_job: Callable[..., Job]
 ) -> None:

@@ -280,6 +280,7 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path, namespace: str
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.xdist_group("smollm2")
 def test_the_real_model_answers_while_half_of_it_streams(smollm2: Path, namespace: str) -> None:
     items: list[Item] = [
         {"id": "france", "prompt": "What is the capital of France? Answer in one sentence."},

@@ -29,6 +29,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.xdist_group("smollm2")
 def test_the_converted_model_answers_with_its_chat_template(converted: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -44,6 +45,7 @@ def test_the_converted_model_answers_with_its_chat_template(converted: Path) -> 
     assert answer == "The capital of France is Paris."
 
 
+@pytest.mark.xdist_group("smollm2")
 def test_each_weight_is_written_once_in_float32_and_nothing_lies_beside(converted: Path) -> None:
     stored = stored_tensors(converted)
     assert {tensor.dtype for tensor in stored.values()} == {"F32"}
@@ -52,6 +54,7 @@ def test_each_weight_is_written_once_in_float32_and_nothing_lies_beside(converte
     assert [file.name for file in converted.parent.iterdir()] == ["SmolLM2"]
 
 
+@pytest.mark.xdist_group("smollm2")
 def test_a_model_that_is_there_is_kept(converted: Path) -> None:
     before = (converted / "model.safetensors").stat().st_mtime_ns
     started = time.monotonic()

@@ -16,7 +16,7 @@ import ray
 from cluster.messages import ReplanRequest
 from tests.launch.conftest import Job, end_of, start_command
 
-pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray_launch")]
 
 SLOW = {"task_options": {"max_new_tokens": 64}, "offload": {"host_link_bytes_per_second": "100MB/s"}}
 """Some two seconds a batch, so that there is time to do something in the middle."""

@@ -12,7 +12,7 @@ from launch.wan_tiny import BLOCKS
 from tests.launch.conftest import ROOT, end_of, start_command
 
 pytest.importorskip("diffusers")
-pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray_launch")]
 
 
 @pytest.mark.parametrize("name", ["wan-t2v-compiled", pytest.param("wan-t2v-external-compile", marks=pytest.mark.slow)])
