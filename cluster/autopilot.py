@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 from cluster.drift import Trigger, TriggerWatch
@@ -11,6 +12,8 @@ from cluster.history import Epoch
 from cluster.messages import CoordinatorOptions, ReplanOutcome, ReplanRequest
 from cluster.roster import Roster
 from cluster.rounds import Replans
+
+logger = logging.getLogger(__name__)
 
 MOST_DOUBLINGS = 6
 """A trigger that helps nothing is heeded half as often each time, down to once in 64 minimum intervals."""
@@ -41,9 +44,14 @@ class Autopilot:
             waited = time.monotonic() - self._last
             if self._roster.paused or waited < self._options.minimum_interval:
                 continue
-            trigger = self._watch.look(self._roster.states(), complete=self._roster.complete)
-            if trigger is not None and waited >= self._interval(trigger):
-                await self._follow(trigger)
+            try:
+                trigger = self._watch.look(self._roster.states(), complete=self._roster.complete)
+                if trigger is not None and waited >= self._interval(trigger):
+                    await self._follow(trigger)
+            except Exception as error:  # one look that fails must not end all later ones
+                self._last = time.monotonic()
+                self._events.write("autopilot_failed", error=f"{type(error).__name__}: {error}")
+                logger.exception("a replan that nobody asked for failed")
 
     def _interval(self, trigger: Trigger) -> float:
         again = self._in_vain == (trigger.kind, trigger.rank)

@@ -201,7 +201,9 @@ def run_job(
     fixed = kept.batch_size if kept is not None else spec.batch_size
     sample_size = WARM_UP_SIZE if fixed == "auto" else fixed
     sample = work.batches(sample_size)
-    workers = min(_worker_count(spec, session), len(work.batches(1 if fixed == "auto" else fixed)))
+    workers = _worker_count(spec, session)
+    if not spec.coordinator.get("lockstep"):  # whose ranks must all be there
+        workers = min(workers, len(work.batches(1 if fixed == "auto" else fixed)))
     threads = spec.threads or (max(1, (os.cpu_count() or 1) // workers) if session.device == "host" else 0)
     budgets = (spec.budget, spec.config.budget_bytes, spec.config.budget_fraction)
 

@@ -62,6 +62,12 @@ def listed_files(folder: Path) -> tuple[Path, ...]:
     return tuple(sorted(folder.glob("*.safetensors")))
 
 
+def files_stamp(folder: Path) -> str:
+    """Changes when a weight file below ``folder`` is written again: names, sizes and times of change, nothing read."""
+    files = sorted(folder.rglob("*.safetensors"))
+    return repr([(str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+
+
 def read_tensors(file: Path) -> tuple[CheckpointTensor, ...]:
     """The tensors of one file, in the header's order, from the header alone.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.checkpoints import ItemCheckpoint, ItemCheckpoints
 from cluster.messages import Item
 from cluster.task import Rehearsal, TaskContext
+from flextensor.checkpoint_files import files_stamp
 from flextensor.config import OffloadConfig
 from launch.causal_lm_options import CausalLMOptions
 from launch.compile_choice import CompileChoice
@@ -171,7 +172,8 @@ class CausalLMTask:
 
     def _key(self, items: Sequence[Item]) -> str:
         """What the tokens of a batch depend on."""
-        model = (str(self.directory.resolve()), str(self._dtype), dataclasses.asdict(self.options))
+        where = (str(self.directory.resolve()), files_stamp(self.directory))
+        model = (*where, str(self._dtype), dataclasses.asdict(self.options))
         return repr((model, [(str(item["id"]), _question(item)) for item in items]))
 
     def verify(self, items: Sequence[Item], results: Sequence[dict[str, Any]]) -> dict[str, Any]:

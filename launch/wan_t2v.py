@@ -20,6 +20,7 @@ from cluster.checkpoints import ItemCheckpoints
 from cluster.messages import Item
 from cluster.task import TaskContext
 from cluster.whole_files import file_stem
+from flextensor.checkpoint_files import files_stamp
 from flextensor.config import OffloadConfig
 from launch.compile_choice import CompileChoice
 from launch.model_files import TaskInputError
@@ -343,7 +344,8 @@ class WanT2VTask:
     def _key(self, request: Request) -> str:
         from launch.wan_maker import text_digest
 
-        model = "tiny" if self.index is None else str(self.index.directory.resolve())
+        folder = None if self.index is None else self.index.directory
+        model = "tiny" if folder is None else f"{folder.resolve()} {files_stamp(folder)}"
         return text_digest(model, self._dtype, self.settings, request, self.choice)
 
     def _ready(self) -> VideoMaker:

@@ -116,7 +116,10 @@ def test_pause_holds_every_worker_and_a_replan_works_meanwhile(start_run: Callab
 
     def work() -> None:
         assert ray.get(run.coordinator.pause.remote(True), timeout=30) == 2
-        time.sleep(1.0)
+        end = time.monotonic() + 60
+        while not all(state.parked for state in status_of(run).workers):
+            assert time.monotonic() < end, "the workers do not stand"
+            time.sleep(0.1)
         for _ in range(2):
             steps.append([state.steps for state in status_of(run).workers])
             time.sleep(0.7)

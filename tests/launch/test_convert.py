@@ -57,9 +57,7 @@ def test_each_weight_is_written_once_in_float32_and_nothing_lies_beside(converte
 @pytest.mark.xdist_group("smollm2")
 def test_a_model_that_is_there_is_kept(converted: Path) -> None:
     before = (converted / "model.safetensors").stat().st_mtime_ns
-    started = time.monotonic()
     assert prepare_demo_model(converted) == converted
-    assert time.monotonic() - started < 1
     assert (converted / "model.safetensors").stat().st_mtime_ns == before
 
 
