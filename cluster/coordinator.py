@@ -49,7 +49,7 @@ class Coordinator:
         self._autopilot = Autopilot(options, self._roster, self._replans, self._events)
         self._energy = EnergyMeter()
         self._job = JobProgress()
-        self._recover = ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
+        self._recover = _is_started_again()
         self._started = asyncio.Event()
         self._starting = False
 
@@ -199,3 +199,11 @@ class Coordinator:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._events.write("coordinator_error", error=f"{type(error).__name__}: {error}")
+
+
+def _is_started_again() -> bool:
+    """True in an actor that Ray has started again; False outside of Ray, and in a driver, which is no actor."""
+    if not ray.is_initialized():
+        return False
+    context = ray.get_runtime_context()
+    return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)
