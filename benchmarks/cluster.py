@@ -68,7 +68,8 @@ class Run:
         from benchmarks.cluster_table import markdown, picture
 
         self.data["seconds"] = time.monotonic() - self.started
-        name = f"cluster{'-tiny' if self.given.tiny else ''}{'-one-gpu' if self.shares_gpus else ''}"
+        where = "-tiny" if self.given.tiny else "-host" if self.given.device == "host" else ""
+        name = f"cluster{where}{'-one-gpu' if self.shares_gpus else ''}"
         write_results(self.given.output, name, self.data, markdown(self.data))
         try:
             picture(self.data, self.given.output / f"{name}.png")
