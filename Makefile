@@ -9,9 +9,9 @@ INSTALL := PYTHON='$(PYTHON)' VENV='$(VENV)' sh requirements/install.sh
 PINS := pyproject.toml requirements/constraints.txt requirements/install.sh
 MODEL := models/SmolLM2-135M-Instruct
 
-# Four test processes of one thread each on two cores, since tests with a Ray cluster wait most of the time. Those go to two
-# of the processes, with a cluster each for the session. No call leaves the machine. Deployments are among the tests
-# where they can run (root, sshd, rsync).
+# Three test processes of one thread each on two cores, since tests with a Ray cluster wait most of the time. Those go to two
+# of the processes, with a cluster each for the session. No call leaves the machine. The shorter deployments are among
+# the tests, where they can run (root, sshd, rsync); all of them: make test-deploy.
 QUIET := RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: demo test test-deploy test-gpu bench lint format model clean
@@ -32,7 +32,7 @@ demo: model
 	@$(QUIET) $(BIN)/python -m launch generate --config configs/demo.yaml --overwrite
 
 test: $(TEST_STAMP)
-	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadgroup -m 'not soak and (deploy or not slow)' $(PYTEST_ARGS)
+	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup -m 'not soak and not deploy_long and (deploy or not slow)' $(PYTEST_ARGS)
 
 test-deploy: $(TEST_STAMP)
 	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m deploy tests/deploy $(PYTEST_ARGS)

@@ -64,6 +64,7 @@ def status(head: Sandbox, namespace: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.deploy_long
 def test_two_submitted_jobs_with_a_token_and_commands_that_reach_one_of_them(head: Sandbox) -> None:
     jobs = {name: write_job(head.folder, name, items=220, seconds=0.1) for name in ("here", "there")}
     ids = {name: submit(head, job) for name, job in jobs.items()}
