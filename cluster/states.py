@@ -64,17 +64,14 @@ class HostSample:
     total_bytes: int
 
 
-@dataclass(frozen=True)
-class EngineState:
-    """One offload manager of a worker, now. Timings are medians of its recent steps; ``predicted`` is its plan's own.
+@dataclass(frozen=True, kw_only=True)
+class PlanFigures:
+    """What a plan in force holds and takes: of one manager, or of a whole worker.
 
     refusal: why the last committed plan could not be put in force (the one before is then). weight_bytes,
     resident_bytes: on the device, weights that no plan manages included; so does total_bytes.
     """
 
-    name: str
-    phase: str
-    epoch: int = 0
     refusal: str = ""
     steps: int = 0
     weight_bytes: int = 0
@@ -96,7 +93,16 @@ class EngineState:
 
 
 @dataclass(frozen=True)
-class WorkerState:
+class EngineState(PlanFigures):
+    """One offload manager of a worker, now. Timings: medians of its recent steps; ``predicted``: its plan's own."""
+
+    name: str
+    phase: str
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class WorkerState(PlanFigures):
     """One worker, now. Timings, streamed_bytes and ``predicted`` are those of the worker's own offload manager; the
     other sizes are sums over all its managers, which ``engines`` has one by one (its own first).
 
@@ -104,8 +110,6 @@ class WorkerState:
     a step boundary or a finished lease (0 when idle or parked); it grows without bound when the worker hangs.
     longest_busy_seconds: the most that this was before it went on. steps: step boundaries of all managers; step_index:
     the number of the next one, which workers in lockstep share.
-    refusal: why the last committed plan could not be put in force (the one before is then).
-    weight_bytes, resident_bytes: on the device, weights that no plan manages included; so does total_bytes.
     weights_pss_bytes: this process's part of the node's memory for the host store (sharers divided).
     device_free_bytes, device_total_bytes: the device's memory. link_nominal_bytes_per_second: PCIe's own rate for the
     generation and width in use, or the host device's link (0: unknown).
@@ -121,25 +125,12 @@ class WorkerState:
     epoch: int = 0
     paused: bool = False
     parked: bool = False
-    refusal: str = ""
     busy: bool = False
     busy_seconds: float = 0.0
     longest_busy_seconds: float = 0.0
     lease: int | None = None
-    steps: int = 0
     step_index: int = 0
     budget: Budget = None
-    weight_bytes: int = 0
-    resident_bytes: int = 0
-    streamed_bytes: int = 0
-    total_bytes: int = 0
-    copied_bytes_total: int = 0
-    step_seconds: float = 0.0
-    stall_seconds: float = 0.0
-    compute_seconds: float = 0.0
-    transfer_seconds: float = 0.0
-    link_bytes_per_second: float = 0.0
-    predicted: Prediction | None = None
     weights_pss_bytes: int = 0
     device_free_bytes: int = 0
     device_total_bytes: int = 0
@@ -147,11 +138,6 @@ class WorkerState:
     host: HostSample | None = None
     gpu: DeviceSample | None = None
     engines: tuple[EngineState, ...] = ()
-
-    @property
-    def stall_share(self) -> float:
-        """The share of a step that compute waits for copies."""
-        return self.stall_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
 
     @property
     def link_share(self) -> float:
