@@ -61,6 +61,7 @@ class CausalLMTask:
         self._dtype: torch.dtype | None = None
         self._pattern: tuple[str, ...] = ()
         self._loaded_from = ""
+        self._files = ""
         self._prompt_tokens = 0
         """Of the last batch, padding included."""
 
@@ -71,6 +72,7 @@ class CausalLMTask:
         from launch.meta_model import NeedsTransformers, build_on_meta, read_config, repeated_block_pattern
 
         self._checkpoints = context.checkpoints
+        self._files = files_stamp(self.directory)  # as they are when they are read
         context.progress("reading the tokenizer")
         config = read_config(self.directory)
         self._tokenizer = load_tokenizer(self.directory)
@@ -172,7 +174,7 @@ class CausalLMTask:
 
     def _key(self, items: Sequence[Item]) -> str:
         """What the tokens of a batch depend on."""
-        where = (str(self.directory.resolve()), files_stamp(self.directory))
+        where = (str(self.directory.resolve()), self._files)
         model = (*where, str(self._dtype), dataclasses.asdict(self.options))
         return repr((model, [(str(item["id"]), _question(item)) for item in items]))
 

@@ -68,6 +68,7 @@ class WanT2VTask:
         self._whole: VideoMaker | None = None
         self._dtype: torch.dtype | None = None
         self._parameters: dict[str, int] = {}
+        self._files = ""
 
     # ---- load and warm up
 
@@ -77,6 +78,8 @@ class WanT2VTask:
         from launch.wan_maker import VideoMaker
 
         self._checkpoints = context.checkpoints
+        if self.index is not None:
+            self._files = files_stamp(self.index.directory)  # as they are when they are read
         if self.options.tiny:
             small = min(context.config.resident_below_bytes, TINY_RESIDENT_BELOW)
             context = dataclasses.replace(context, config=context.config.updated(resident_below_bytes=small))
@@ -344,8 +347,7 @@ class WanT2VTask:
     def _key(self, request: Request) -> str:
         from launch.wan_maker import text_digest
 
-        folder = None if self.index is None else self.index.directory
-        model = "tiny" if folder is None else f"{folder.resolve()} {files_stamp(folder)}"
+        model = "tiny" if self.index is None else f"{self.index.directory.resolve()} {self._files}"
         return text_digest(model, self._dtype, self.settings, request, self.choice)
 
     def _ready(self) -> VideoMaker:
