@@ -39,7 +39,7 @@ class Run:
 
 
 def runs(gpus: int, *, tiny: bool) -> list[Run]:
-    """What a machine with so many GPUs can run, shortest first among those that matter most."""
+    """What a machine with so many GPUs can run, those that matter most first."""
     if tiny or gpus == 0:
         small = ("--tiny",) if tiny else ()
         # Without a GPU the engine's and the video model's real sizes would take hours.
@@ -65,8 +65,7 @@ def runs(gpus: int, *, tiny: bool) -> list[Run]:
 
 def command(run: Run, output: Path) -> list[str]:
     """How it is started; results go to ``output``."""
-    where = "--out" if run.name == "store" else "--output"
-    return [sys.executable, "-m", f"benchmarks.{run.name}", *run.arguments, where, str(output)]
+    return [sys.executable, "-m", f"benchmarks.{run.name}", *run.arguments, "--output", str(output)]
 
 
 def finish(process: subprocess.Popen[bytes], limit: float) -> str:

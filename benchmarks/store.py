@@ -225,7 +225,7 @@ def main() -> None:
     options.add_argument("--size", type=parse_bytes, default="1GiB", help="of the model's weights")
     options.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
     options.add_argument("--crash-rounds", type=int, default=0)
-    options.add_argument("--out", type=Path, default=RESULTS)
+    options.add_argument("--output", "--out", dest="out", type=Path, default=RESULTS)
     options.add_argument("--name", help="of the result files; default: store, without a GPU store-cpu")
     options.add_argument("--note", default="", help="said on the page: what else the machine did")
     given = options.parse_args()

@@ -61,7 +61,7 @@ def two_nodes(sandbox: Sandbox) -> Iterator[TwoNodes]:
 
 def stores_seen_by(pid: int, namespace: str, sandbox: Sandbox) -> list[str]:
     """The store's files in the /dev/shm of a process."""
-    listed = sandbox.run("ls", f"/proc/{pid}/root/dev/shm").split()
+    listed = sandbox.run("ls", str(Path("/proc", str(pid), "root", "dev", "shm"))).split()
     return [name for name in listed if namespace in name]
 
 
