@@ -44,6 +44,21 @@ def ready(model: Path, kept: Path, name: str, device: str = "host", **options: A
     return task
 
 
+def broken_off(task: CausalLMTask, at: int) -> None:
+    """The batch of ITEMS by the task of manager ``w0``, killed at its ``at``-th step boundary."""
+    steps: list[int] = []
+
+    def die(step: int) -> None:
+        steps.append(step)
+        if len(steps) == at:
+            raise Killed
+
+    remove = flextensor.get_offload_manager("w0").on_step_boundary(die)
+    with pytest.raises(Killed):
+        task.run(ITEMS)
+    remove()
+
+
 @pytest.mark.parametrize("device", ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("options", [{"attention": "eager"}, {"cache": "static"}])
 def test_a_broken_off_batch_goes_on_behind_its_tokens(tmp_path: Path, options: dict[str, Any], device: str) -> None:
@@ -51,18 +66,7 @@ def test_a_broken_off_batch_goes_on_behind_its_tokens(tmp_path: Path, options: d
     task = ready(model, kept, "w0", device, max_new_tokens=40, **options)
     whole = tokens(task.run(ITEMS))
     assert not kept.exists(), "nothing is left of a batch that is done"
-    manager = flextensor.get_offload_manager("w0")
-    steps: list[int] = []
-
-    def die(step: int) -> None:
-        steps.append(step)
-        if len(steps) == 30:
-            raise Killed
-
-    remove = manager.on_step_boundary(die)
-    with pytest.raises(Killed):
-        task.run(ITEMS)
-    remove()
+    broken_off(task, 30)
     assert len(list(kept.iterdir())) == 1
     assert task.run(ITEMS[:2]) and len(list(kept.iterdir())) == 1, "another batch does not take it"
     other = ready(model, kept, "w1", device, max_new_tokens=40, **options)
@@ -85,18 +89,7 @@ def test_rows_that_had_ended_stay_ended_and_a_whole_batch_runs_no_step(tmp_path:
     task = ready(model, kept, "w0", max_new_tokens=24)
     whole = task.run(ITEMS)
     assert {result["id"]: result["finish"] for result in whole}["b"] == "eos"
-    steps: list[int] = []
-    manager = flextensor.get_offload_manager("w0")
-
-    def die(step: int) -> None:
-        steps.append(step)
-        if len(steps) == 16:
-            raise Killed
-
-    remove = manager.on_step_boundary(die)
-    with pytest.raises(Killed):
-        task.run(ITEMS)
-    remove()
+    broken_off(task, 16)
     (file,) = kept.iterdir()
     again = task.run(ITEMS)
     assert again == whole
@@ -106,8 +99,8 @@ def test_rows_that_had_ended_stay_ended_and_a_whole_batch_runs_no_step(tmp_path:
     checkpoint = ItemCheckpoints(kept, 0.0).of(task._key(ITEMS))
     checkpoint.save(json.dumps({"tokens": [row + [end] * (longest - len(row)) for row in rows]}).encode())
     assert file.exists()
-    steps.clear()
-    manager.on_step_boundary(steps.append)
+    steps: list[int] = []
+    flextensor.get_offload_manager("w0").on_step_boundary(steps.append)
     assert task.run(ITEMS) == whole and steps == []
     checkpoint.save(json.dumps({"tokens": [[1, 2]]}).encode())
     assert task.run(ITEMS) == whole and steps != [], "tokens of another batch are not used"
