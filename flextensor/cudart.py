@@ -1,4 +1,4 @@
-"""The CUDA runtime library that torch has loaded, for what torch does not export."""
+"""The CUDA runtime library that torch uses, for what torch does not export."""
 
 from __future__ import annotations
 
@@ -10,23 +10,31 @@ from pathlib import Path
 HOST_TO_DEVICE = 1
 """cudaMemcpyKind."""
 
+_USERS = ("libc10_cuda.so", "libtorch_cuda.so", "libcudart")
+"""Looked up through torch's own libraries first: a process may have several runtimes (a wheel of another package
+brings one), and a pending error is known only to the one whose call has failed."""
+
 
 @functools.cache
 def cuda_runtime() -> ctypes.CDLL | None:
     """The library, its calls typed; None where none is loaded (no CUDA build, or no context yet)."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if "libcudart" in path and ".so" in path:
-            with contextlib.suppress(OSError):
-                library = ctypes.CDLL(path)
-                library.cudaMemcpyAsync.argtypes = [
-                    ctypes.c_void_p,
-                    ctypes.c_void_p,
-                    ctypes.c_size_t,
-                    ctypes.c_int,
-                    ctypes.c_void_p,
-                ]
-                library.cudaMemcpyAsync.restype = ctypes.c_int
-                library.cudaGetErrorString.restype = ctypes.c_char_p
-                return library
+    paths = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    for user in _USERS:
+        for path in sorted(path for path in paths if Path(path).name.startswith(user)):
+            with contextlib.suppress(OSError, AttributeError):
+                return _typed(ctypes.CDLL(path))
     return None
+
+
+def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.cudaMemcpyAsync.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
+    library.cudaMemcpyAsync.restype = ctypes.c_int
+    library.cudaGetErrorString.restype = ctypes.c_char_p
+    library.cudaGetLastError.restype = ctypes.c_int
+    return library

@@ -90,7 +90,7 @@ class WeightWatch:
     def adopt(self, entry: WatchedWeight, new: torch.Tensor) -> None:
         """Put ``new`` in every place of the weight and watch it from now on."""
         weight = entry.weight
-        weight.tensor = new
+        weight.tensor, weight.in_slot = new, False
         for owner, attribute in weight.places:
             registry: dict[str, Any] = owner._buffers if attribute in owner._buffers else owner._parameters
             registry[attribute] = new
@@ -187,7 +187,7 @@ class WeightEdits:
     def save_state(self) -> None:
         """What the forward itself changes has its truth on the device; the host copy follows."""
         for weight in self._weights:
-            if weight.resident_reason == CHANGED_BY_FORWARD:
+            if weight.true_on_device:
                 self._store.make_private(weight.name).copy_(weight.tensor.detach())
 
     def _adopt(self, entry: WatchedWeight, new: torch.Tensor) -> None:

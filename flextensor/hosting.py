@@ -171,7 +171,7 @@ class Hosting:
 
     def current_value(self, weight: Weight) -> torch.Tensor:
         """A copy of the weight in host memory, as the model would read it now."""
-        if weight.resident_reason == CHANGED_BY_FORWARD:
+        if weight.true_on_device:
             return weight.tensor.detach().to("cpu", copy=True)
         return self.store.tensor(weight.name).detach().clone()
 

@@ -28,7 +28,7 @@ LOOSE_UNIT = "(manual regions)"
 """The store's unit for weights that manual regions read."""
 
 CHANGED_BY_FORWARD = "changed by forward"
-"""The resident reason of weights whose device memory is the truth."""
+"""The resident reason of weights whose device memory is the truth, once they are resident."""
 
 
 class OffloadError(RuntimeError):
@@ -40,7 +40,7 @@ class Weight:
     """One tensor of the model.
 
     places: every (module, attribute) under which it is registered. resident_reason: why it may not be streamed;
-    empty when it may.
+    empty when it may. in_slot: its device memory is a slot, which other weights are copied to, too.
     """
 
     name: str
@@ -49,6 +49,12 @@ class Weight:
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     resident_reason: str = ""
+    in_slot: bool = False
+
+    @property
+    def true_on_device(self) -> bool:
+        """The forward changes it, and what it has made of it is where ``tensor`` points, not in the host store."""
+        return self.resident_reason == CHANGED_BY_FORWARD and not self.in_slot
 
     @property
     def nbytes(self) -> int:

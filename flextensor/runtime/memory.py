@@ -46,14 +46,17 @@ class WeightTable:
         with torch.inference_mode(False):
             return data.view(dtype).as_strided(shape, stride)
 
-    def bind(self, index: int, data: torch.Tensor) -> None:
+    def bind(self, index: int, data: torch.Tensor, *, in_slot: bool) -> None:
         """Point the weight at device bytes."""
-        self.weights[index].tensor.data = self.view(index, data)
+        weight = self.weights[index]
+        weight.tensor.data = self.view(index, data)
+        weight.in_slot = in_slot
 
     def unbind(self, index: int) -> None:
         """Point the weight at its host bytes."""
         weight = self.weights[index]
         weight.tensor.data = self.store.tensor(weight.name)
+        weight.in_slot = False
 
 
 class DeviceWeights:
@@ -107,7 +110,7 @@ class DeviceWeights:
             self.clear()
             raise
         for index in fresh:
-            self._bind(index, self._residents.data(index))
+            self._bind(index, self._residents.data(index), in_slot=False)
         for index, offset in plan.offsets.items():
             self._bind_slot(index, offset)
         self._streamed = dict(plan.offsets)
@@ -118,18 +121,23 @@ class DeviceWeights:
         which of those have no place yet. ``most``: bytes that may be taken meanwhile."""
         residents = self._residents
         gone = [index for index in residents if index not in wanted]
-        fresh = {index for index in wanted if index not in residents}
+        added = [index for index in wanted if index not in residents]
+        fresh = {*added, *(index for index in residents if self._moved_out(index))}
         self._unbind(gone)
         residents.remove(gone)
         with torch.inference_mode(False):
-            moves, homeless = residents.refill(fresh)
+            moves, homeless = residents.refill(added)
             self._carry(moves, fresh)
             while moves := residents.repack(most - self.nbytes):
                 self._carry(moves, fresh)
         broken = residents.dissolve()
         self._unbind(index for index in broken if index not in fresh)
         homeless += broken
-        return sorted(fresh.union(homeless)), homeless
+        return sorted(fresh.intersection(wanted).union(homeless)), homeless
+
+    def _moved_out(self, index: int) -> bool:
+        """Something (a forward that replaces its buffer) has pointed a resident weight at other memory."""
+        return self.table.weights[index].tensor.data_ptr() != self._residents.data(index).data_ptr()
 
     def _carry(self, moves: list[Move], fresh: Set[int]) -> None:
         """Copy and bind what has moved within the device, then let go of its old place. ``fresh``: no bytes yet."""
@@ -137,7 +145,7 @@ class DeviceWeights:
         for move in moves:
             if move.index not in fresh:
                 self._copy.copy(move.destination, move.source)
-                self._bind(move.index, move.destination)
+                self._bind(move.index, move.destination, in_slot=False)
         if moves:
             self._copy.synchronize()
             del move  # its old chunk, before cached blocks go back
@@ -148,14 +156,14 @@ class DeviceWeights:
         for index in indexes:
             self.table.unbind(index)
 
-    def _bind(self, index: int, data: torch.Tensor) -> None:
+    def _bind(self, index: int, data: torch.Tensor, *, in_slot: bool) -> None:
         """Point a weight at device bytes, through a storage of its own that keeps the allocation alive: two weights in
         one storage would look to a compiler like views of each other."""
         with torch.inference_mode(False):
-            self.table.bind(index, from_dlpack(to_dlpack(data)))
+            self.table.bind(index, from_dlpack(to_dlpack(data)), in_slot=in_slot)
 
     def _bind_slot(self, index: int, offset: int) -> None:
-        self._bind(index, self.slot(offset, self.table.weights[index].nbytes))
+        self._bind(index, self.slot(offset, self.table.weights[index].nbytes), in_slot=True)
 
     def _fill(self, indexes: Sequence[int]) -> int:
         """Copy resident weights in from the host, and make later compute wait for it."""
@@ -182,7 +190,7 @@ class DeviceWeights:
         has made the device idle."""
         for index in indexes:
             if index in self._residents:
-                self._bind(index, self._residents.data(index))
+                self._bind(index, self._residents.data(index), in_slot=False)
             else:
                 self._bind_slot(index, self._streamed[index])
         self._fill([index for index in indexes if index in self._residents])

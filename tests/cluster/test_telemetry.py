@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from cluster.messages import DeviceSample
-from cluster.telemetry import DeviceTelemetry, HostTelemetry, cuda_uuid, nvml_uuid, process_pss
+from cluster.telemetry import SAMPLE_INTERVAL, DeviceTelemetry, HostTelemetry, cuda_uuid, nvml_uuid, process_pss
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NVML is there")
@@ -147,7 +148,8 @@ def test_the_gpu_that_cuda_uses_is_the_one_that_nvml_samples() -> None:
     telemetry = DeviceTelemetry(cuda_uuid(0))
     before = telemetry.sample()
     assert before is not None and before.memory_used_bytes is not None
-    held = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    held = torch.empty(8 << 30, dtype=torch.uint8, device="cuda")  # more than tests beside this one give back
+    time.sleep(SAMPLE_INTERVAL)
     after = telemetry.sample()
     assert after is not None and after.memory_used_bytes is not None
     assert after.memory_used_bytes - before.memory_used_bytes >= held.numel() // 2

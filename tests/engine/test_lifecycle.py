@@ -194,6 +194,7 @@ def offload_and_release(device: str, times: int, mode: str) -> None:
     assert size > 2 << 20
     process = psutil.Process()
     resident: list[int] = []
+    gc.collect()  # what tests before this one have left
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     for turn in range(times):
         one = Pair(model, lambda i: torch.randn(2, 128), device=device, budget=0.6, link=2e10, transfer_mode=mode)

@@ -76,13 +76,17 @@ def test_eight_linears_in_memory_for_two(pair: MakePair, link: float, compute: f
 def test_streams_changed_between_calls() -> None:
     one = Pair(SlowLinears(seconds=1e-3), noise(2, 64), device="cuda", budget=2 * 64 * 64 * 4)
     streams = [torch.cuda.Stream() for _ in range(3)]
+    kept = []
     for call in range(16):
         stream = streams[call % 3]
         given = one.arguments()
+        kept.append(given)  # memory of the default stream, read by another
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             mine = one.model(*given)
-        one.compare(mine, one.reference(*given)) if call % 2 else None  # every other call overlaps the one before
+        if call % 2:  # every other call overlaps the one before
+            torch.cuda.current_stream().wait_stream(stream)
+            one.compare(mine, one.reference(*given))
         if call == 9:
             one.manager.replan(3 * 64 * 64 * 4)
     torch.cuda.synchronize()

@@ -115,7 +115,8 @@ def test_a_model_that_shares_a_weight_with_an_offloaded_one_is_refused(one: Pair
         before = other.state_dict()
         with pytest.raises(ft.OffloadError, match=f"offloaded as '{one.name}'"):
             ft.offload(other, one.config, name="other")
-        assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+        for key, value in other.state_dict().items():  # bits: a slot may hold what is no number
+            assert torch.equal(value.view(torch.int32), before[key].view(torch.int32)), key
     one.run(4)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +115,27 @@ def test_a_refusal_is_reported_and_leaves_no_error_behind() -> None:
     assert second.register(region).complete
     second.release()
     _no_error_pending()
+
+
+OTHER_RUNTIME = """
+import ctypes, pathlib, shutil, sys, torch
+torch.zeros(1, device="cuda")
+lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+(used, *_) = {line.split(maxsplit=5)[-1] for line in lines if "libcudart" in line}
+for name in ("libcudart.so.1", "libcudart.so.99"):
+    ctypes.CDLL(shutil.copy(used, pathlib.Path(sys.argv[1]) / name)).cudaGetLastError()
+from flextensor.cudart import cuda_runtime
+memory = torch.zeros(1 << 20, dtype=torch.uint8)
+codes = [int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) for _ in range(2)]
+assert codes[0] == 0 != codes[1], codes
+assert cuda_runtime().cudaGetLastError() == codes[1]
+assert int(torch.ones(1000, device="cuda").sum()) == 1000
+"""
+
+
+def test_of_several_cuda_runtimes_in_a_process_torchs_own_is_asked(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", OTHER_RUNTIME, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_tensors_that_share_pages_are_adopted_and_pinned() -> None:
