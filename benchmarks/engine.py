@@ -36,7 +36,7 @@ SWEEPS: dict[int, tuple[str, ...]] = {
     16384: ("latency", "4", "1"),
 }
 """What our engine is asked for at each token count."""
-LEAST_MEMORY = ("1",)
+LEAST_MEMORY = ("1", "latency")
 TINY_SWEEP = ("latency", "75%", "50%", "35%")
 TINY_TOKENS = 64
 

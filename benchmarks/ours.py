@@ -33,6 +33,8 @@ PEAK_MARGIN = 1 << 20
 BLOCK_SECONDS = 0.5
 SETTLE_STEPS = 32
 """Steps before a latency plan is asked for."""
+SUSTAINED_STEPS = 12
+"""Steps before another plan is asked for: one comes in the midst of a job's work, not after a pause."""
 HOST_STEPS = 3
 SAMPLED_STEPS = SETTLED_SAMPLES
 """Timed visit by visit after each block, to say where its time goes."""
@@ -89,10 +91,12 @@ class Sweep:
         start = time.perf_counter()
         self.model = flextensor.offload(model, config, compile_block if self.compiled else None, name=name)
         self.manager = flextensor.get_offload_manager(name)
+        offloaded = time.perf_counter()
         for _ in range(self.manager.iters_before_inference + 1):
             self.model(self.x)
         synchronize(self.torch_device)
         self.setup_seconds = time.perf_counter() - start
+        self._log_setup(offloaded - start)
         self.device: Device = self.manager.device
         if self.manager.phase != "inference":
             raise RuntimeError(f"no plan after the set-up's steps; the engine is still in {self.manager.phase}")
@@ -100,6 +104,19 @@ class Sweep:
         self._twin: nn.Module | None = None
         self._expected: torch.Tensor | None = None
         self.link = 0.0
+
+    def _log_setup(self, offload_seconds: float) -> None:
+        store = self.manager.hosting.store.report()
+        logger.info(
+            "%s: set-up %.2f s: host store filled in %.2f s, pinned in %.2f s, all of offload() %.2f s, first steps "
+            "and plan %.2f s",
+            self.name,
+            self.setup_seconds,
+            store.fill_seconds,
+            store.pin.seconds if store.pin is not None else 0.0,
+            offload_seconds,
+            self.setup_seconds - offload_seconds,
+        )
 
     def step(self) -> torch.Tensor:
         """One forward."""
@@ -134,18 +151,26 @@ class Sweep:
         budget = parse_target(target, self.total, self.activations)
         if budget is None:
             self._settle_clocks()
+        else:
+            self._load(SUSTAINED_STEPS)
         start = time.perf_counter()
         plan = self.manager.solve(budget, self.manager.current_profile())
         return plan, budget, time.perf_counter() - start
+
+    def _load(self, steps: int) -> None:
+        """So many steps back to back under the plan in force; what is measured next is what the last of them took."""
+        for _ in range(steps):
+            self.step()
+        with self.manager.every_step_timed():
+            for _ in range(SAMPLED_STEPS):
+                self.step()
 
     def _settle_clocks(self) -> None:
         """Steps under a plan that does not stall, so that compute is known as it is under sustained load: while the GPU
         waits for copies its clocks are higher, and a latency plan from such times keeps more resident than it must."""
         for _ in range(2):
             self.put_in_force(self.manager.solve(None, self.manager.current_profile()))
-            for _ in range(SETTLE_STEPS):
-                self.step()
-            synchronize(self.torch_device)
+            self._load(SETTLE_STEPS)
 
     def put_in_force(self, plan: Plan) -> float:
         """Seconds until the first step under ``plan`` is done."""
