@@ -88,9 +88,9 @@ class OffloadConfig(BaseModel):
     """Memory mode in bytes of weights on the device (``"6GiB"``); wins over ``max_gpu_mem_fraction``."""
     budget_fraction: float | None = Field(None, gt=0, le=1)
     """Memory mode as a share of the model's own weights; ``budget_bytes`` wins over it."""
-    transfer_budget_scale: float = Field(0.8, gt=0)
-    """Latency mode: how much of the compute time copies may fill before a tensor is kept resident. At 1.0 the link is
-    never idle, which costs no stalls, but kernels beside copies run slower (2% on an H200)."""
+    transfer_budget_scale: float = Field(0.9, gt=0)
+    """Latency mode: how much of the compute time copies may fill before a tensor is kept resident. What is left of it
+    is for a link that is slower at times."""
     discovery_iters: int = Field(1, ge=1)
     skip_discovery: bool = False
     profiling_iters: int = Field(2, ge=1)

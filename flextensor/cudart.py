@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 from pathlib import Path
+from typing import NoReturn
 
 HOST_TO_DEVICE = 1
 """cudaMemcpyKind."""
@@ -35,6 +36,17 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
         ctypes.c_void_p,
     ]
     library.cudaMemcpyAsync.restype = ctypes.c_int
+    library.cudaEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.cudaStreamWaitEvent.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
     library.cudaGetErrorString.restype = ctypes.c_char_p
     library.cudaGetLastError.restype = ctypes.c_int
     return library
+
+
+def raise_error(what: str, code: int) -> NoReturn:
+    """Raise RuntimeError for a call that has failed, its error taken off the thread: the next kernel launch would
+    report it as its own."""
+    library = cuda_runtime()
+    assert library is not None
+    library.cudaGetLastError()
+    raise RuntimeError(f"{what} failed with {code}: {library.cudaGetErrorString(code).decode()}")

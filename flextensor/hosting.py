@@ -30,7 +30,7 @@ from flextensor.store import (
     shared_store,
 )
 from flextensor.store.numa import gpu_node
-from flextensor.units import CHANGED_BY_FORWARD, LOOSE_UNIT, ROOT_UNIT, OffloadError, Selection, Weight
+from flextensor.units import LOOSE_UNIT, ROOT_UNIT, OffloadError, Selection, Weight
 
 logger = logging.getLogger(__name__)
 

@@ -3,13 +3,18 @@ replaced by a compiled one."""
 
 from __future__ import annotations
 
-import torch
+import sys
+from typing import Any
+
 from torch import nn
 
 
 def is_compiled(module: nn.Module) -> bool:
     """True for the module itself; what is inside it is not looked at."""
-    if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
+    dynamo: Any = sys.modules.get("torch._dynamo")  # not loaded: nothing is compiled; loading it takes a second
+    if dynamo is not None and isinstance(module, dynamo.eval_frame.OptimizedModule):
+        return True
+    if module._compiled_call_impl is not None:
         return True
     forward = module.__dict__.get("forward")
     # ``torch.compiler.disable`` leaves the same mark, with another beside it.

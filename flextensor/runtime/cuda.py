@@ -7,18 +7,25 @@ from typing import Any
 
 import torch
 
-from flextensor.cudart import HOST_TO_DEVICE, cuda_runtime
+from flextensor.cudart import HOST_TO_DEVICE, cuda_runtime, raise_error
 from flextensor.runtime.device import copy_each
 
 
 class CudaEvent:
-    """A torch.cuda.Event with seconds; ``external`` events can be recorded inside a CUDA graph and read after it."""
+    """A torch.cuda.Event with seconds; ``external`` events can be recorded inside a CUDA graph and read after it.
 
-    __slots__ = ("raw",)
+    handle: the event itself, where streams may use it without torch (see ``CudaDevice.new_event``).
+    """
 
-    def __init__(self, *, timed: bool, external: bool = False) -> None:
+    __slots__ = ("handle", "raw")
+
+    def __init__(self, *, timed: bool, external: bool = False, ordering: torch.cuda.Stream | None = None) -> None:
         options: dict[str, Any] = {"external": True} if external else {}
         self.raw = torch.cuda.Event(enable_timing=timed, **options)
+        self.handle: int | None = None
+        if ordering is not None:
+            self.raw.record(ordering)  # torch makes the event at its first record
+            self.handle = self.raw.cuda_event
 
     def query(self) -> bool:
         return bool(self.raw.query())
@@ -33,17 +40,24 @@ class CudaEvent:
 class CudaStream:
     """A CUDA stream: the caller's current one, or one of our own for copies. ``key`` tells two streams apart."""
 
-    __slots__ = ("key", "raw")
+    __slots__ = ("_runtime", "key", "raw")
 
     def __init__(self, raw: torch.cuda.Stream) -> None:
         self.raw = raw
         self.key = raw.cuda_stream
+        self._runtime = cuda_runtime()
 
     def record(self, event: CudaEvent) -> None:
-        event.raw.record(self.raw)
+        if event.handle is None:
+            event.raw.record(self.raw)
+        elif code := self._runtime.cudaEventRecord(event.handle, self.key):  # type: ignore[union-attr]
+            raise_error("cudaEventRecord", code)
 
     def wait(self, event: CudaEvent) -> None:
-        event.raw.wait(self.raw)
+        if event.handle is None:
+            event.raw.wait(self.raw)
+        elif code := self._runtime.cudaStreamWaitEvent(self.key, event.handle, 0):  # type: ignore[union-attr]
+            raise_error("cudaStreamWaitEvent", code)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self.raw):
@@ -60,13 +74,8 @@ class CudaStream:
         def queue() -> None:
             # A tenth of the host time of Tensor.copy_ under a stream context.
             for destination, source, nbytes in addresses:
-                code = call(destination, source, nbytes, HOST_TO_DEVICE, stream)
-                if code:
-                    runtime.cudaGetLastError()  # or the next kernel launch would report it as its own
-                    raise RuntimeError(
-                        f"cudaMemcpyAsync of {nbytes} bytes ({len(kept)} runs) failed with {code}: "
-                        f"{runtime.cudaGetErrorString(code).decode()}"
-                    )
+                if code := call(destination, source, nbytes, HOST_TO_DEVICE, stream):
+                    raise_error(f"cudaMemcpyAsync of {nbytes} bytes ({len(kept)} runs)", code)
 
         index = self.raw.device.index
         if torch.cuda.current_device() == index:
@@ -98,6 +107,8 @@ class CudaDevice:
         self.name = torch.cuda.get_device_name(self.index)
         self.external_events = external_events
         self._streams: dict[int, CudaStream] = {}
+        self._several = torch.cuda.device_count() > 1
+        self._first_records = torch.cuda.Stream(device=self.index)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -114,7 +125,11 @@ class CudaDevice:
         return CudaStream(torch.cuda.Stream(device=self.index))
 
     def new_event(self, *, timed: bool) -> CudaEvent:
-        return CudaEvent(timed=timed, external=timed and self.external_events)
+        """One without time is recorded and waited for without torch, which takes less of the host's time; the runtime
+        looks at the thread's current GPU then, so only where there is no other. A capture cannot make one so."""
+        if timed or self._several or cuda_runtime() is None or self.is_capturing():
+            return CudaEvent(timed=timed, external=timed and self.external_events)
+        return CudaEvent(timed=False, ordering=self._first_records)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.index)

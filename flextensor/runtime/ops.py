@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -59,7 +60,14 @@ def register_boundary(boundary: Boundary) -> torch.Tensor:
         return torch.tensor(number)
 
 
-@torch._dynamo.assume_constant_result  # runs for real, once, while a graph is traced
+def _constant_in_graphs(function: Callable[[], int]) -> Callable[[], int]:
+    """Dynamo runs it for real, once, while a graph is traced: the mark that ``torch.compiler.assume_constant_result``
+    makes, without its import of the whole compiler (a second, which an eager model does not need)."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant_in_graphs
 def note_traced_unit() -> int:
     """A unit is being traced. Raises MonolithicGraphError for the second one in the same graph."""
     trace = torch._guards.TracingContext.try_get()
@@ -70,7 +78,7 @@ def note_traced_unit() -> int:
     return 0
 
 
-@torch._dynamo.assume_constant_result
+@_constant_in_graphs
 def refuse_whole_model() -> int:
     """The root is being traced."""
     raise MonolithicGraphError(ONE_UNIT_A_GRAPH)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -241,3 +243,26 @@ def test_a_release_that_keeps_no_weights_copies_nothing_out_of_a_shared_store(tm
     ft.release(name=name, keep_weights=False)
     assert [block.weight.numel() for block in blocks] == [0] * 4
     assert not list(tmp_path.iterdir()), "the last user takes the store along"
+
+
+EAGER_LIFE = """
+import sys, torch
+import flextensor as ft
+from tests.engine.models import Blocks
+torch.set_grad_enabled(False)
+model = Blocks()
+ft.offload(model, ft.OffloadConfig(include_patterns=("layers.*",), gpu_device="host", resident_below_bytes=256))
+for _ in range(5):
+    model(torch.randn(2, 48))
+manager = ft.get_offload_manager()
+assert manager.phase == "inference" and manager.live().copied_bytes_total > 0
+manager.replan(1.0)
+model(torch.randn(2, 48))
+manager.release()
+print(sorted({"torch._dynamo", "torch._inductor", "ray"} & set(sys.modules)))
+"""
+
+
+def test_an_eager_model_does_not_wait_for_the_compiler_to_be_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", EAGER_LIFE], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
