@@ -28,7 +28,8 @@ STORE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Crew:
-    """How many workers, on what, with which model. num_gpus: of each worker. host_link: the host device's, bytes/s."""
+    """How many workers, on what, with which model. num_gpus: of each worker. host_link: the host device's, bytes/s.
+    copies_may_fill: in latency mode, this share of the compute time."""
 
     device: str
     workers: int
@@ -36,6 +37,7 @@ class Crew:
     task: str
     task_options: dict[str, Any]
     host_link: float
+    copies_may_fill: float = 0.9
 
     @property
     def cuda(self) -> bool:
@@ -43,7 +45,11 @@ class Crew:
 
     def config(self) -> OffloadConfig:
         """Every step is timed: figures of a few seconds need them all."""
-        settings: dict[str, Any] = {"offload_timing": "eager", "shm_wait_timeout": 120.0}
+        settings: dict[str, Any] = {
+            "offload_timing": "eager",
+            "shm_wait_timeout": 120.0,
+            "transfer_budget_scale": self.copies_may_fill,
+        }
         if not self.cuda:
             settings |= {"host_link_bytes_per_second": self.host_link, "resident_below_bytes": 4096}
         return OffloadConfig(**settings)
@@ -210,8 +216,8 @@ def rig(crew: Crew, **options: Any) -> Iterator[Rig]:
 
 
 def shared_gpu(crew: Crew) -> Crew:
-    """Two workers on one GPU."""
-    return replace(crew, workers=2, num_gpus=0.5)
+    """Two workers on one GPU, each with a plan that takes all of the link that it sees."""
+    return replace(crew, workers=2, num_gpus=0.5, copies_may_fill=1.0)
 
 
 def process_id(handle: Any) -> int:

@@ -46,6 +46,8 @@ def scaling(made: Rig, model: str, budgets: Sequence[float], seconds: float) -> 
                     "steps_per_second": together,
                     "efficiency": together / (count * alone),
                     **told,
+                    # The plans are for all at work: for fewer of them nothing was predicted.
+                    "predicted_step_seconds": told["predicted_step_seconds"] if count == made.crew.workers else None,
                     "link_share": told["link_bytes_per_second"] / alone_link if alone_link else None,
                     "each": [reading.as_json() for reading in readings],
                 }

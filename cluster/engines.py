@@ -68,7 +68,7 @@ class Engines:
     def _follow(self, manager: OffloadManager, epoch: int) -> None:
         """A model that had no plan yet when the run agreed on one: it takes the same budget now."""
         try:
-            plan = self._solve_one(manager, self.budget, manager.current_profile())
+            plan = self._solve_one(manager, self.budget, manager.current_profile(), apart=False)
             self.check({manager.name: plan})
             manager.stage(plan, epoch=epoch)
         except BudgetError as error:
@@ -120,15 +120,15 @@ class Engines:
             plans[name] = self._solve_one(manager, budget, with_wait(profile, wait) if manager is main else profile)
         return plans
 
-    def _solve_one(self, manager: OffloadManager, budget: Budget, profile: Profile) -> Plan:
+    def _solve_one(self, manager: OffloadManager, budget: Budget, profile: Profile, *, apart: bool = True) -> Plan:
         own = manager.config
         if _budget_of(own) != _budget_of(self.main.config):
             budget = own.budget_bytes if own.budget_bytes is not None else own.budget_fraction
-        plan = manager.solve(budget, profile)
+        plan = manager.solve(budget, profile, apart=apart)
         if budget is not None:
             return plan
         limit = _limit(manager, profile)
-        return plan if plan.weight_bytes + profile.other_bytes <= limit else manager.solve(limit, profile)
+        return plan if plan.weight_bytes + profile.other_bytes <= limit else manager.solve(limit, profile, apart=apart)
 
     def check(self, plans: Plans) -> None:
         """Raise BudgetError where ``plans`` do not fit the device as it is now, at every moment until each manager has

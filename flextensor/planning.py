@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flextensor.config import OffloadConfig
+from flextensor.planner.apart import search_apart
 from flextensor.planner.plan import BudgetError, Plan, align
 from flextensor.planner.search import search
 from flextensor.profile import Profile
@@ -27,9 +28,9 @@ class Room:
     total: int
 
 
-def solve(profile: Profile, budget: int | float | None, config: OffloadConfig) -> Plan:
+def solve(profile: Profile, budget: int | float | None, config: OffloadConfig, *, apart: bool = False) -> Plan:
     """The best plan for a budget: bytes (int), a share of the model's weights (float), or None: the least memory that
-    costs no time.
+    costs no time. apart: in a process of its own, for when this one runs the model meanwhile.
 
     Raises BudgetError with the least bytes that work.
     """
@@ -38,7 +39,7 @@ def solve(profile: Profile, budget: int | float | None, config: OffloadConfig) -
     if budget is not None:
         nbytes = share_of_weights(profile, budget) if isinstance(budget, float) else budget
     try:
-        return search(
+        return (search_apart if apart else search)(
             profile,
             budget_bytes=None if nbytes is None else nbytes - other,
             num_blocks=config.num_blocks,

@@ -42,9 +42,11 @@ class Replans(Measured):
         discovery = 0 if self.config.skip_discovery else self.config.discovery_iters
         return discovery + self.config.profiling_iters
 
-    def solve(self, budget: int | float | None, profile: Profile | None = None) -> Plan:
+    def solve(self, budget: int | float | None, profile: Profile | None = None, *, apart: bool = False) -> Plan:
         """The best plan for a budget of weights on the device: bytes (int), a share of the model's weights (float), or
         None for the least memory that costs no time. Pure; any thread may call it.
+
+        apart: in a process of its own, so that steps that run meanwhile in another thread are not slower.
 
         Raises BudgetError with the least bytes that work, OffloadError before there is a profile.
         """
@@ -54,7 +56,7 @@ class Replans(Measured):
                 f"the model is still in {self.phase}; a plan needs a profile: run the model "
                 f"{self.iters_before_inference} times first"
             )
-        return planning.solve(profile, budget, self.config)
+        return planning.solve(profile, budget, self.config, apart=apart)
 
     def solve_configured(self) -> Plan:
         """The plan that the configuration asks for, within what is really free."""

@@ -1,0 +1,38 @@
+"""The optimiser in a process of its own gives what it gives here."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+
+from flextensor.planner.apart import search_apart
+from flextensor.planner.plan import BudgetError
+from flextensor.planner.search import search
+from tests.planner.profiles import random_profile
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_plan_is_the_same_and_so_is_the_error(seed: int) -> None:
+    profile = random_profile(seed)
+    assert search_apart(profile) == search(profile)
+    total = sum(tensor.nbytes for tensor in profile.tensors)
+    with pytest.raises(BudgetError) as here:
+        search(profile, budget_bytes=1)
+    with pytest.raises(BudgetError) as there:
+        search_apart(profile, budget_bytes=1)
+    assert 0 < here.value.needed == there.value.needed <= 2 * total and str(here.value) == str(there.value)
+
+
+def test_where_no_process_can_be_started_the_plan_is_made_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    profile = random_profile(0)
+    expected = search(profile)
+    for command in ("/nowhere/python", "/bin/false"):
+        monkeypatch.setattr(sys, "executable", command)
+        with caplog.at_level(logging.WARNING):
+            assert search_apart(profile) == expected
+        assert "planning in this process" in caplog.text
+        caplog.clear()
