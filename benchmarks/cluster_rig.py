@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from benchmarks.cluster_model import RUN_AHEAD
 from cluster.messages import Budget, CoordinatorOptions, Lease, LeaseResult, ReplanOutcome, ReplanRequest, WorkerStart
 from cluster.messages import WorkerState as State
 from cluster.pool import WorkerPool
@@ -57,13 +58,14 @@ class Crew:
 
 @dataclass(frozen=True)
 class Reading:
-    """One worker over one measured lease. Seconds and bytes; ``joules`` is the GPU's, None without NVML."""
+    """One worker over the time in which all that were measured with it worked, too. Seconds and bytes; joules of its GPU
+    over the whole lease, None without NVML."""
 
     rank: int
     steps: int
     seconds: float
     state: State
-    joules: float | None
+    joules_a_step: float | None
 
     @property
     def steps_per_second(self) -> float:
@@ -83,7 +85,7 @@ class Reading:
             "weight_bytes": state.weight_bytes,
             "total_bytes": state.total_bytes,
             "predicted_step_seconds": state.predicted.step_seconds if state.predicted else None,
-            "joules_a_step": None if self.joules is None else self.joules / self.steps,
+            "joules_a_step": self.joules_a_step,
         }
 
 
@@ -178,9 +180,11 @@ class Rig:
             [self.lease(rank, count, **more) for rank, count in zip(ranks, steps, strict=True)]
         )
         after = self.states(ranks)
+        stamps = [answer.results[0]["stamps"][RUN_AHEAD:] for answer in answers]
+        window = (max(one[0] for one in stamps), min(one[-1] for one in stamps))
         return [
-            Reading(rank, count, answer.results[0]["seconds"], state, _joules(was, state))
-            for rank, count, answer, was, state in zip(ranks, steps, answers, before, after, strict=True)
+            Reading(rank, *_within(window, one), state, _joules_a_step(was, state, count))
+            for rank, count, one, was, state in zip(ranks, steps, stamps, before, after, strict=True)
         ]
 
     def close(self) -> None:
@@ -199,10 +203,19 @@ class Rig:
             time.sleep(0.1)
 
 
-def _joules(before: State, after: State) -> float | None:
+def _within(window: tuple[float, float], stamps: Sequence[float]) -> tuple[int, float]:
+    """Whole steps that lie in the window, by the times at which steps began, and their seconds: who begins first or
+    ends last has the link alone meanwhile."""
+    inside = [stamp for stamp in stamps if window[0] <= stamp <= window[1]]
+    if len(inside) < 2:
+        raise RuntimeError(f"no step lies within the {window[1] - window[0]:.3f} s in which all workers work")
+    return len(inside) - 1, inside[-1] - inside[0]
+
+
+def _joules_a_step(before: State, after: State, steps: int) -> float | None:
     if before.gpu is None or after.gpu is None or before.gpu.energy_joules is None or after.gpu.energy_joules is None:
         return None
-    return after.gpu.energy_joules - before.gpu.energy_joules
+    return (after.gpu.energy_joules - before.gpu.energy_joules) / steps
 
 
 @contextlib.contextmanager

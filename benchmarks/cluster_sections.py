@@ -60,13 +60,13 @@ def summary(readings: Sequence[Reading]) -> dict[str, Any]:
     slowest = max(readings, key=lambda reading: reading.seconds / reading.steps)
     told = slowest.as_json()
     rates = [reading.state.link_bytes_per_second for reading in readings]
-    joules = {reading.state.device: reading.joules for reading in readings}  # workers of one GPU share its counter
-    steps = sum(reading.steps for reading in readings)
+    joules = [reading.joules_a_step for reading in readings]
+    gpus = len({reading.state.device for reading in readings})  # workers of one GPU share its counter
     keys = ("step_seconds", "stall_seconds", "stall_share", "predicted_step_seconds", "streamed_bytes", "weight_bytes")
     return {
         **{key: told[key] for key in (*keys, "total_bytes")},
         "link_bytes_per_second": min(rates),
-        "joules_a_step": None if None in joules.values() else sum(j for j in joules.values() if j is not None) / steps,
+        "joules_a_step": None if None in joules else statistics.mean(j or 0.0 for j in joules) * gpus / len(joules),
     }
 
 

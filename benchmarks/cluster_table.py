@@ -143,10 +143,13 @@ def _small(data: dict[str, Any]) -> list[str]:
         if (memory := data.get(key)) is not None:
             text = f"{memory['weights_pss_bytes'] / GIB:.3f} of {memory['store_bytes'] / GIB:.3f} GiB"
             rows.append([f"host memory of the weights ({key})", f"{text}: {memory['copies']:.3f} copies"])
-    if (cost := data.get("coordinator")) is not None:
-        rows.append(["coordinator at 1 s: worker's CPU in its questions", f"{cost['cpu_share']:.2%} of a step"])
-        rows.append(["coordinator on against stopped, step", _number(cost["step_share"], "+.2%")])
-        rows.append(["coordinator's own CPU", f"{cost['coordinator_cpu_share']:.2%} of a core"])
+    for key, model in (("coordinator", "llama"), ("coordinator_stack", "stack")):
+        if (cost := data.get(key)) is not None:
+            rows.append(
+                [f"{model}: coordinator at 1 s, worker's CPU in its questions", f"{cost['cpu_share']:.2%} of a step"]
+            )
+            rows.append([f"{model}: coordinator on against stopped, step", _number(cost["step_share"], "+.2%")])
+            rows.append([f"{model}: coordinator's own CPU", f"{cost['coordinator_cpu_share']:.2%} of a core"])
     if (found := data.get("simulated")) is not None:
         text = f"{found['seconds']:.2f} s, {found['slowest_solve_seconds']:.2f} s of it the planner, "
         text += f"{found['coordinator_cpu_seconds']:.2f} s CPU; with Ray's calls {found['seconds_with_ray']:.2f} s"

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -41,6 +42,7 @@ from flextensor.store.limits import memory_limits
 logger = logging.getLogger(__name__)
 
 START_ROUNDS = 2
+KINDS = ("shared", "private")
 SAMPLE_SECONDS = 0.02
 PROCESS_SECONDS = 300.0
 TINY = 256 << 20
@@ -181,7 +183,13 @@ def measure_starts(checkpoint: Path, directory: str, hashes: Path) -> dict[str, 
     return found
 
 
-def run(size: int, counts: list[int], crash_rounds: int, start_rounds: int = START_ROUNDS) -> Results:
+def run(
+    size: int,
+    counts: list[int],
+    crash_rounds: int,
+    start_rounds: int = START_ROUNDS,
+    kinds: Sequence[str] = KINDS,
+) -> Results:
     """Everything, in temporary folders that are removed."""
     with (
         tempfile.TemporaryDirectory(prefix="flextensor-benchmark-") as temporary,
@@ -194,7 +202,7 @@ def run(size: int, counts: list[int], crash_rounds: int, start_rounds: int = STA
         logger.info("checkpoint of %d bytes written", results.weight_bytes)
         results.speeds = measure_speeds(checkpoint, directory, results.weight_bytes)
         results.starts = [measure_starts(checkpoint, directory, Path(temporary) / "cache") for _ in range(start_rounds)]
-        for kind in ("shared", "private"):
+        for kind in kinds:
             for count in counts:
                 copies = 1 if kind == "shared" else count
                 if copies * results.weight_bytes * 1.1 > memory_limits().available:
@@ -225,13 +233,15 @@ def main() -> None:
     options.add_argument("--size", type=parse_bytes, default="1GiB", help="of the model's weights")
     options.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
     options.add_argument("--crash-rounds", type=int, default=0)
+    options.add_argument("--start-rounds", type=int, default=START_ROUNDS)
+    options.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of store, for memory")
     options.add_argument("--output", "--out", dest="out", type=Path, default=RESULTS)
     options.add_argument("--name", help="of the result files; default: store, without a GPU store-cpu")
     options.add_argument("--note", default="", help="said on the page: what else the machine did")
     given = options.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d %(message)s", stream=sys.stderr)
     found = environment()
-    results = run(given.size, given.processes, given.crash_rounds)
+    results = run(given.size, given.processes, given.crash_rounds, given.start_rounds, given.kinds)
     name = given.name or ("store" if found["gpu"] else "store-cpu") + ("-tiny" if given.size < TINY else "")
     data = {"environment": found, "note": given.note, "threads": thread_count(), **asdict(results)}
     json_path, text_path = write_results(given.out, name, data, markdown(data))

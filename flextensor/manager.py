@@ -319,6 +319,7 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
             self._start_inference()
 
     def _measure_curve(self) -> TransferCurve:
+        self.hosting.finish_pinning()
         streamable = [w for w in self._weights if not w.resident_reason]
         if not streamable:
             return TransferCurve.from_bandwidth(1e10)
@@ -333,6 +334,7 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
             self._compile_units()
         elif self.config.external_compile:
             self._expect_compilation()
+        self.hosting.finish_pinning()
         self.phase, self._warmup = INFERENCE, None  # not before: units that fail to compile do so at each call
         assert self.profile is not None
         self._measured_kinds.update(kind.name for kind in self.profile.kinds)

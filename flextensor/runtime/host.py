@@ -25,8 +25,9 @@ from flextensor.runtime.device import copy_each
 CHUNK_BYTES = 4 << 20
 """A copy moves in chunks, so that two streams share the link evenly."""
 
-UNWRITTEN = 0xFF
-"""What new memory is filled with: a GPU's holds what somebody left there, and such bytes are no number as floats."""
+UNWRITTEN: int | None = None
+"""What new memory is filled with; None leaves zeros. A GPU's holds what somebody left there: tests set bytes that are
+no numbers."""
 
 
 @dataclass(eq=False)
@@ -180,7 +181,8 @@ class HostDevice:
             self._live[number] = nbytes
             self._peak = max(self._peak, self.allocated_bytes())
         with torch.inference_mode(False):
-            return torch.frombuffer(memory, dtype=torch.uint8).fill_(UNWRITTEN)
+            made = torch.frombuffer(memory, dtype=torch.uint8)
+            return made if UNWRITTEN is None else made.fill_(UNWRITTEN)
 
     def compute_stream(self) -> ComputeStream:
         return self._compute

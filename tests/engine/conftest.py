@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import flextensor as ft
+from flextensor.runtime import host
 from tests.engine.harness import Inputs, Pair
 
 MakePair = Callable[..., Pair]
@@ -21,6 +22,12 @@ MakePair = Callable[..., Pair]
 def device(request: pytest.FixtureRequest) -> str:
     """``host`` or ``cuda``."""
     return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def device_memory_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it never is; what is read before it is written is no number then."""
+    monkeypatch.setattr(host, "UNWRITTEN", 0xFF)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 import threading
@@ -70,12 +69,11 @@ def test_copies_are_right_and_as_fast_as_from_torchs_own_pinned_memory(
         target.copy_(store.source(name), non_blocking=True)
         assert torch.equal(target.cpu(), tensor)
     own = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
-    ours: list[float] = []
-    theirs: list[float] = []
-    for _ in range(20):
-        ours.append(_rate(store.source("layers.1.w"), target))
-        theirs.append(_rate(own, target))
-    assert statistics.median(ours) >= 0.99 * statistics.median(theirs)
+    ours = theirs = 0.0
+    for _ in range(100):  # other tests use the link, too: what each reaches undisturbed counts
+        ours = max(ours, _rate(store.source("layers.1.w"), target))
+        theirs = max(theirs, _rate(own, target))
+    assert ours >= 0.99 * theirs
     store.unpin()
     assert not store.source("layers.1.w").is_pinned()
     _no_error_pending()
