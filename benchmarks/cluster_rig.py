@@ -58,8 +58,8 @@ class Crew:
 
 @dataclass(frozen=True)
 class Reading:
-    """One worker over the time in which all that were measured with it worked, too. Seconds and bytes; joules of its GPU
-    over the whole lease, None without NVML."""
+    """One worker over the time in which all that were measured with it worked, too. Seconds and bytes; joules of its
+    GPU over the whole lease, None without NVML."""
 
     rank: int
     steps: int
