@@ -70,7 +70,7 @@ class Run:
         self.data["seconds"] = time.monotonic() - self.started
         where = "-tiny" if self.given.tiny else "-host" if self.given.device == "host" else ""
         name = f"cluster{where}{'-one-gpu' if self.shares_gpus else ''}"
-        write_results(self.given.output, name, self.data, markdown(self.data))
+        write_results(self.given.output, name, self.data, lambda: markdown(self.data))
         try:
             picture(self.data, self.given.output / f"{name}.png")
         except ImportError as error:

@@ -155,7 +155,7 @@ class Driver:
             "rows": [row.as_json() for row in merged],
         }
         name = "engine-tiny" if self.given.tiny else "engine"
-        write_results(self.given.output, name, data, markdown(merged, self.environment))
+        write_results(self.given.output, name, data, lambda: markdown(merged, self.environment))
         from benchmarks.plots import engine_picture
 
         engine_picture(merged, self.given.output / f"{name}.png")

@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             ray.shutdown()
     name = "peer" + ("-tiny" if given.tiny else "") + ("-one-gpu" if given.one_gpu else "")
-    write_results(given.output.resolve(), name, data, markdown(data))
+    write_results(given.output.resolve(), name, data, lambda: markdown(data))
     return 0
 
 

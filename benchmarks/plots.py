@@ -31,14 +31,15 @@ def engine_picture(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    counts = sorted({row.tokens for row in rows if row.step_seconds is not None})
+    measured = [row for row in rows if row.step_seconds is not None]
+    counts = sorted({row.tokens for row in measured if not row.contender.startswith("resident")})
     if not counts:
         return
     figure = Figure(figsize=(5.4 * len(counts) + 0.6, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     for at, tokens in enumerate(counts):
         axes = figure.add_subplot(1, len(counts), at + 1)
-        _panel(axes, [row for row in rows if row.tokens == tokens and row.step_seconds is not None], tokens)
+        _panel(axes, [row for row in measured if row.tokens == tokens], tokens)
     figure.axes[0].set_ylabel("a forward, back to back, ms")
     figure.savefig(path, dpi=150)
 

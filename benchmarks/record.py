@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,16 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def write_results(directory: Path, name: str, data: dict[str, Any], text: str) -> tuple[Path, Path]:
-    """``NAME.json`` and ``NAME.md`` in ``directory``; complete when they appear. Returns both paths."""
+def write_results(directory: Path, name: str, data: dict[str, Any], text: Callable[[], str]) -> tuple[Path, Path]:
+    """``NAME.json`` and ``NAME.md`` in ``directory``; complete when they appear. Returns both paths.
+
+    ``text`` is asked when the figures are on disk: no mistake in a page loses what was measured.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     paths = directory / f"{name}.json", directory / f"{name}.md"
-    for path, content in zip(paths, (json.dumps(data, indent=1) + "\n", text), strict=True):
+    for path, content in zip(paths, (lambda: json.dumps(data, indent=1) + "\n", text), strict=True):
         beside = path.with_name(path.name + ".part")
-        beside.write_text(content)
+        beside.write_text(content())
         beside.replace(path)
     return paths
 

@@ -244,7 +244,7 @@ def main() -> None:
     results = run(given.size, given.processes, given.crash_rounds, given.start_rounds, given.kinds)
     name = given.name or ("store" if found["gpu"] else "store-cpu") + ("-tiny" if given.size < TINY else "")
     data = {"environment": found, "note": given.note, "threads": thread_count(), **asdict(results)}
-    json_path, text_path = write_results(given.out, name, data, markdown(data))
+    json_path, text_path = write_results(given.out, name, data, lambda: markdown(data))
     logger.info("wrote %s and %s", json_path, text_path)
     try:
         picture(data, given.out / f"{name}.png")

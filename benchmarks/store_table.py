@@ -18,8 +18,8 @@ def markdown(data: dict[str, Any]) -> str:
         "# Host store benchmark",
         "",
         *environment_lines(data["environment"]),
-        f"Weights: {data['weight_bytes'] / GIB:.2f} GiB, bfloat16, in the page cache; {data['threads']} threads fill. "
-        f"Load of the machine: {data['load'][0]:.1f} before, {data['load'][1]:.1f} after.",
+        f"Weights: {data['weight_bytes'] / GIB:.2f} GiB, bfloat16, in the page cache; {data['threads']} threads fill.",
+        *([f"Load of the machine: {data['load'][0]:.1f} before, {data['load'][1]:.1f} after."] if data["load"] else []),
         *filter(None, [data.get("note", "")]),
         "",
         "## Host memory for weights, in copies of the weights (PSS)",
@@ -30,9 +30,11 @@ def markdown(data: dict[str, Any]) -> str:
     for count in dict.fromkeys(row["processes"] for row in data["memory"]):
         cells = []
         for kind in ("shared", "private"):
-            row = next(r for r in data["memory"] if r["kind"] == kind and r["processes"] == count)
-            known = row["copies"] is not None
-            cells += [f"{row['copies']:.3f}", f"{row['copies_while_filling']:.3f}"] if known else ["no room", ""]
+            row = next((r for r in data["memory"] if r["kind"] == kind and r["processes"] == count), None)
+            if row is None or row["copies"] is None:
+                cells += ["not measured" if row is None else "no room", ""]
+            else:
+                cells += [f"{row['copies']:.3f}", f"{row['copies_while_filling']:.3f}"]
         lines.append(f"| {count} | " + " | ".join(cells) + " |")
     lines += ["", "## Starts: seconds from the call to the end of the first planned step, imports apart", ""]
     lines += [

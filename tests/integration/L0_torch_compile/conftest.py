@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 import flextensor as ft
 from flextensor import registry
@@ -23,6 +24,14 @@ def clean_dynamo() -> Iterator[None]:
     for name in registry.names():
         ft.release(name)
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def same_kernels_for_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU Inductor picks a reduction's configuration by timing it; on a busy one two compilations of one graph
+    would differ in the last bits."""
+    if hasattr(inductor_config, "deterministic"):  # torch 2.10 and later
+        monkeypatch.setattr(inductor_config, "deterministic", True)
 
 
 @pytest.fixture
