@@ -163,7 +163,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--num-gpus", type=float, default=1.0, help="of each worker")
     options.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     options.add_argument("--budgets", type=float, nargs="+", help="shares of the weights; default 0.25 0.5 0.75")
-    options.add_argument("--llama-gib", type=float, help="size of the random Llama; default 4, on the host 0.03")
+    options.add_argument("--llama-gib", type=float, help="size of the random Llama; default 2, on the host 0.03")
     options.add_argument("--tokens", type=int, help="of a step of the engine model; default 4096, on the host 64")
     options.add_argument("--seconds", type=float, help="of one measurement; default 2, on CUDA 1.5, tiny 0.3")
     options.add_argument("--steps", type=int, help="of an item of the jobs; default 16, tiny 8")
@@ -180,7 +180,7 @@ def complete(given: argparse.Namespace) -> argparse.Namespace:
     cuda, tiny = given.device == "cuda", given.tiny
     given.output = given.output.resolve()
     given.budgets = given.budgets or ([0.5] if tiny else [0.25, 0.5, 0.75])
-    given.llama_gib = given.llama_gib or (4.0 if cuda else 0.03)
+    given.llama_gib = given.llama_gib or (2.0 if cuda else 0.03)
     given.tokens = given.tokens or (4096 if cuda else 64)
     given.seconds = given.seconds or (0.3 if tiny else 1.5 if cuda else 2.0)
     given.steps = given.steps or (8 if tiny else 16)

@@ -29,7 +29,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 WARM_UP_STEPS = 8
 RUN_AHEAD = 2
 """Steps that the host may have queued and the device not done; a GPU is never idle for it."""
-LLAMA_WIDTH, LLAMA_HIDDEN, LLAMA_VOCABULARY = 4096, 14336, 8192
+LLAMA_WIDTH, LLAMA_HIDDEN, LLAMA_VOCABULARY = 2048, 8192, 8192
 
 
 class BankSource:
@@ -271,7 +271,7 @@ def llama_options(*, cuda: bool, gib: float) -> dict[str, Any]:
         "layers": layers,
         "width": width,
         "hidden": hidden,
-        "heads": 32 if cuda else 4,
+        "heads": 16 if cuda else 4,
         "vocabulary": vocabulary,
         "dtype": "bfloat16" if cuda else "float32",
         "prompt": 64 if cuda else 8,
