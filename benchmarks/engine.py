@@ -66,15 +66,14 @@ def jobs(tokens: Sequence[int], budgets: Sequence[str], *, tiny: bool, every: bo
         ]
     main = [4096] if 4096 in tokens and not every else list(tokens)
     public = {target: [Job("public-flextensor", {count: [target]}) for count in main] for target in ("6", "4", "")}
-    ours = [Job("ours", {count: list(budgets or SWEEPS.get(count, SWEEPS[4096]))}) for count in tokens]
+    ours = Job("ours", {count: list(budgets or SWEEPS.get(count, SWEEPS[4096])) for count in tokens})
     return [
         Job("resident", {count: [""] for count in tokens}),
-        *ours[:1],
+        ours,
         Job("ours-piece", {count: list(LEAST_MEMORY) for count in main}),
         *public["6"],
         *public["4"],
         Job("diffusers-block", {count: [""] for count in main}),
-        *ours[1:],
         *public[""],
         Job("diffusers-leaf", {count: [""] for count in main}),
         Job("resident-compiled", {count: [""] for count in main}),

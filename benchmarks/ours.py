@@ -35,7 +35,7 @@ SETTLE_STEPS = 32
 """Steps before a latency plan is asked for."""
 SUSTAINED_STEPS = 12
 """Steps before another plan is asked for: one comes in the midst of a job's work, not after a pause."""
-HOST_STEPS = 3
+HOST_STEPS = 7
 SAMPLED_STEPS = SETTLED_SAMPLES
 """Timed visit by visit after each block, to say where its time goes."""
 
