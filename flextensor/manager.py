@@ -279,6 +279,8 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
             self._refuse_edits_in_a_capture()
             graphs.note_capture(self._execution)
         else:
+            if self._staged is not None and not self._execution.homeless:
+                self._take_up_edits()  # a switch may fetch again from the host what was written on the device
             self._apply_staged()
             if self._execution.homeless:
                 self._now_in_force(self._execution.take_place())
@@ -319,7 +321,6 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
             self._start_inference()
 
     def _measure_curve(self) -> TransferCurve:
-        self.hosting.finish_pinning()
         streamable = [w for w in self._weights if not w.resident_reason]
         if not streamable:
             return TransferCurve.from_bandwidth(1e10)
@@ -334,7 +335,6 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
             self._compile_units()
         elif self.config.external_compile:
             self._expect_compilation()
-        self.hosting.finish_pinning()
         self.phase, self._warmup = INFERENCE, None  # not before: units that fail to compile do so at each call
         assert self.profile is not None
         self._measured_kinds.update(kind.name for kind in self.profile.kinds)

@@ -120,14 +120,19 @@ class Replans(Measured):
         that any more, units are fetched on demand."""
         execution = self._execution
         before = execution.plan
+        saved = False
         try:
             execution.quiesce()
             self._edits.save_state()
+            saved = True
             if self._recorder.steps:
                 self.profile = self.current_profile()
                 self._recorder.clear()
             execution.switch(plan)
         except BaseException:  # also a Ctrl-C: what it left half laid out is laid out anew
+            if not saved:  # nothing has moved yet; what the forward has made of its state is on the device alone
+                self.device.synchronize()
+                self._edits.save_state()
             self._now_in_force(execution.restore(before))
             raise
         self.plan = plan

@@ -19,7 +19,6 @@ from flextensor.units import Unit
 def build_report(manager: Reported) -> dict[str, Any]:
     """What is resident, streamed, left out and why; predicted and measured; memory, store, compilation."""
     plan, hosting, expected = manager.plan_in_force, manager.hosting, manager.expectation()
-    hosting.finish_pinning()
     other = hosting.other_bytes
     kept = [w for w in (*hosting.managed, *hosting.unstored) if w.resident_reason]
     least = manager.config.resident_below_bytes

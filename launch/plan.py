@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flextensor.config import ConfigError, parse_budget, parse_bytes
+from flextensor.config import ConfigError, OffloadConfig, parse_budget, parse_bytes
 from flextensor.planner import BudgetError, Plan, search
 from flextensor.planner.mix import kinds_of, resident_seconds
 from flextensor.profile import Profile, ProfileMismatch
@@ -153,7 +153,7 @@ def outlook(name: str, profile: Profile, made: Plan) -> Outlook:
 def outlooks(profile: Profile, room: int) -> list[Outlook]:
     """The fastest plan in ``room``, and latency mode's where it fits. Raises BudgetError when none fits."""
     found = [outlook("fastest that fits", profile, search(profile, budget_bytes=room))]
-    latency = search(profile)
+    latency = search(profile, transfer_budget_scale=OffloadConfig().transfer_budget_scale)
     if latency.weight_bytes <= room:
         found.append(outlook("least memory, no time lost", profile, latency))
     return found

@@ -11,8 +11,9 @@ from torch import nn
 
 def is_compiled(module: nn.Module) -> bool:
     """True for the module itself; what is inside it is not looked at."""
-    dynamo: Any = sys.modules.get("torch._dynamo")  # not loaded: nothing is compiled; loading it takes a second
-    if dynamo is not None and isinstance(module, dynamo.eval_frame.OptimizedModule):
+    # Not loaded, or being loaded by another thread: nothing is compiled yet. Loading it here would take a second.
+    eval_frame: Any = getattr(sys.modules.get("torch._dynamo"), "eval_frame", None)
+    if isinstance(module, getattr(eval_frame, "OptimizedModule", ())):
         return True
     if module._compiled_call_impl is not None:
         return True

@@ -21,7 +21,8 @@ from flextensor.profile import Profile
 
 logger = logging.getLogger(__name__)
 
-LIMIT_SECONDS = 120.0
+LIMIT_SECONDS = 50.0
+"""Less than a coordinator waits for a proposal."""
 _CHILD = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from flextensor.planner.apart import answer; answer()"
@@ -31,7 +32,7 @@ _CHILD = (
 def search_apart(profile: Profile, **limits: Any) -> Plan:
     """``search``, run by another process with a lower priority; by this one where none can be started.
 
-    Raises BudgetError as ``search`` does.
+    Raises BudgetError as ``search`` does, RuntimeError when it takes longer than ``LIMIT_SECONDS``.
     """
     question = pickle.dumps(sys.path) + pickle.dumps((profile, limits))
     try:
@@ -39,7 +40,9 @@ def search_apart(profile: Profile, **limits: Any) -> Plan:
             [sys.executable, "-c", _CHILD], input=question, capture_output=True, timeout=LIMIT_SECONDS, check=True
         )
         found: Plan | BudgetError = pickle.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, pickle.UnpicklingError, EOFError) as error:
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"planning took more than {LIMIT_SECONDS:.0f} s; is the machine overloaded?") from None
+    except Exception as error:  # no process, a killed one, another Python's start-up that prints: a plan all the same
         told = getattr(error, "stderr", None) or b""
         logger.warning("planning in this process: %s %s", error, told.decode(errors="replace")[-500:])
         return search(profile, **limits)
@@ -52,10 +55,13 @@ def answer() -> None:
     """The other process: a question from stdin, the plan or the BudgetError to stdout."""
     with contextlib.suppress(OSError):
         os.nice(5)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what anything prints is no answer
     profile, limits = pickle.load(sys.stdin.buffer)
     found: Plan | BudgetError
     try:
         found = search(profile, **limits)
     except BudgetError as error:
         found = error
-    sys.stdout.buffer.write(pickle.dumps(found))
+    with answers:
+        answers.write(pickle.dumps(found))

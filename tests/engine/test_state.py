@@ -165,3 +165,36 @@ def test_state_of_forward_survives_an_edit_of_it_and_a_refused_replan(pair: Make
         one.taken = 0
     one.run(2)
     one.same_state()
+
+
+def test_state_of_forward_survives_a_replan_that_is_interrupted_before_it_is_saved(
+    pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pair(Counters(), noise(2, 64), resident_below_bytes=1, budget=0.95, under_model=False, exact=False)
+    one.to_inference()
+    one.run(3)
+    plan = one.manager.solve(1.0)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.manager._execution, "quiesce", interrupted)
+        one.manager.stage(plan)
+        with pytest.raises(KeyboardInterrupt):
+            one.model(*one.arguments())
+    one.same_state()
+    one.run(2)
+    assert one.manager.plan is plan
+    one.same_state()
+
+
+def test_a_resident_weight_written_just_before_a_replan_keeps_what_was_written(pair: MakePair) -> None:
+    one = pair(Blocks(), noise(2, 48), budget=1.0)
+    one.to_inference()
+    one.replan(1.0)
+    one.manager.stage(one.manager.solve(one.least()))
+    for model in (one.model, one.reference):
+        model.layers[1].up.weight.add_(0.25)  # resident until the next step begins
+    one.run(3)
+    one.same_state()
