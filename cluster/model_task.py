@@ -134,7 +134,11 @@ class ModelTask:
         return {"id": item["id"], **{key: self._value(item, key, value, files) for key, value in given.items()}}
 
     def _value(self, item: Item, key: str, value: Any, files: Path | None) -> Any:
-        """A tensor or array as numbers, an image as the path of its file in ``files``."""
+        """A tensor or array as numbers, an image as the path of its file in ``files``; in lists and dicts, too."""
+        if isinstance(value, Mapping):
+            return {name: self._value(item, f"{key}-{name}", inner, files) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._value(item, f"{key}-{at}", inner, files) for at, inner in enumerate(value)]
         if hasattr(value, "tolist"):
             return value.tolist()
         if hasattr(value, "save") and hasattr(value, "getpixel") and files is not None:
@@ -149,6 +153,10 @@ def _contents(result: dict[str, Any], files: Path | None) -> dict[str, Any]:
     """The result with what its files in ``files`` hold in place of their paths."""
 
     def read(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: read(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [read(inner) for inner in value]
         inside = files is not None and isinstance(value, str) and Path(value).parent == files
         return Path(value).read_bytes() if inside else value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,14 @@ def test_a_verification_looks_into_images_and_leaves_those_of_the_answers(tmp_pa
 
     def run(model: Any, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         rows = model(torch.stack([torch.full((64,), item["value"]) for item in items]))
-        return [{"sum": row.sum(), "picture": image.new("L", (2, 2), shade)} for row in rows]
+        return [
+            {
+                "sum": row.sum(),
+                "picture": image.new("L", (2, 2), shade),
+                "inside": {"first": (row[:2], 1), "frames": [image.new("L", (2, 2), shade)]},
+            }
+            for row in rows
+        ]
 
     task = ModelTask({}, model=make, run=run, files=tmp_path / "files")
     config = OffloadConfig(
@@ -48,5 +56,8 @@ def test_a_verification_looks_into_images_and_leaves_those_of_the_answers(tmp_pa
         assert task.verify(ITEMS, answers)["different"] == ["a", "b"]
         assert {Path(answer["picture"]).name for answer in answers} == {"a-picture.png", "b-picture.png"}
         assert image.open(answers[0]["picture"]).getpixel((0, 0)) == 0
+        inside = json.loads(json.dumps(answers[0]))["inside"]
+        assert len(inside["first"][0]) == 2 and inside["first"][1] == 1
+        assert Path(inside["frames"][0]).name == "a-inside-frames-0.png"
     finally:
         flextensor.release(name="model-task", keep_weights=False)
