@@ -145,7 +145,15 @@ def test_buffers_of_every_kind_and_state_that_forward_updates(pair: MakePair, th
 
 
 def test_state_of_forward_survives_an_edit_of_it_and_a_refused_replan(pair: MakePair, device: str) -> None:
-    one = pair(Counters(), noise(2, 64), resident_below_bytes=1, budget=0.95, under_model=False, exact=False)
+    one = pair(
+        Counters(),
+        noise(2, 64),
+        resident_below_bytes=1,
+        budget=0.95,
+        under_model=False,
+        exact=False,
+        host_memory_bytes=4 << 20,
+    )
     one.to_inference()
     one.run(3)
     name = "layers.2.average"
