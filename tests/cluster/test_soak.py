@@ -107,7 +107,8 @@ class Chaos:
         deeds = [self.replan, self.replan, self.replan, self.link, self.link, self.rollback, self.pause, self.kill]
         deeds += [self.kill_coordinator]
         began = time.monotonic()
-        while (self.lasted := time.monotonic() - began) < self.seconds and not self._stop.wait(self.random.uniform(0.2, 1.0)):
+        while self.lasted < self.seconds and not self._stop.wait(self.random.uniform(0.2, 1.0)):
+            self.lasted = time.monotonic() - began
             self.look()
             deed = self.random.choice(deeds)
             # The coordinator may be down just now: then nobody moves, which is what it is there for.
