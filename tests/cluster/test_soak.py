@@ -41,6 +41,7 @@ MOST_ITEMS_A_SECOND = 14
 """More than two cores answer in the midst of the trouble, so that the items last as long as it."""
 STEPS = 6
 KILL_EVERY = 9.0
+FAST_LINK = 4e9
 WARM_SAMPLES = 4
 """The first samples of a process are of its start; growth is counted from here."""
 GROWN_BYTES = 48 << 20
@@ -116,6 +117,9 @@ class Chaos:
                 deed()
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(self.run.coordinator.pause.remote(False), timeout=30)
+        for slot in self.run.pool.slots:  # what is left to do needs no trouble
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+                self._set_link(slot, FAST_LINK)
 
     def look(self) -> None:
         """Sample every process of the run, and the segments."""
@@ -152,15 +156,16 @@ class Chaos:
 
     def link(self) -> None:
         """One worker's link gets another bandwidth, in the middle of its steps."""
-        bandwidth = self.random.choice([5e7, 2e8, 1e9, 4e9])
+        bandwidth = self.random.choice([5e7, 2e8, 1e9, FAST_LINK])
+        self._set_link(self.random.choice(self.run.pool.slots), bandwidth)
+        self.done["link"] += 1
 
+    def _set_link(self, slot: Any, bandwidth: float) -> None:
         def change(worker: Any) -> None:
             if worker._manager is not None:
                 worker._manager.device.link.bytes_per_second = bandwidth
 
-        slot = self.random.choice(self.run.pool.slots)
         ray.get(slot.handle.__ray_call__.remote(change), timeout=30)
-        self.done["link"] += 1
 
     def kill(self) -> None:
         """SIGKILL of one worker, not so often that none ever works."""
