@@ -25,7 +25,7 @@ again fail too, so one death counts up to twice."""
 PATIENCE = 60.0
 """Seconds in which Ray may find a GPU for a worker whose node is gone (another node, or that one again)."""
 
-COORDINATOR_PATIENCE = 20.0
+ADMIT_ATTEMPTS = 20
 ADMIT_TIMEOUT = 120.0
 ASK_TIMEOUT = 2.0
 GONE_TIMEOUT = 20.0
@@ -41,15 +41,13 @@ class NoWorkers(RuntimeError):
 
 @dataclass
 class Slot:
-    """One rank. setup: the answer that it waits for before it takes leases. in_flight: its leases in the order in which
-    it was given them, by the reference of the answer. asked_at: when the coordinator was first asked to admit it."""
+    """One rank. ``in_flight``: its leases in the order in which it was given them, by the reference of the answer."""
 
     rank: int
     handle: Any
     phase: str = "starting"
     setup: Any = None
     in_flight: dict[Any, Lease] = field(default_factory=dict)
-    asked_at: float = 0.0
     deaths: int = 0
     lost_at: float = 0.0
 
@@ -101,13 +99,12 @@ class WorkerPool:
         """Admit the workers that were held, and all later ones at once."""
         self._hold = False
         for slot in self.held:
-            self._join(slot)
+            self._admit(slot)
+            slot.phase = "ready"
+        self._warn()
 
     def references(self) -> list[Any]:
         """Everything that is being waited for."""
-        for slot in self.slots:
-            if slot.phase == "joining" and time.monotonic() - slot.asked_at > ADMIT_TIMEOUT:
-                self._joined(slot, "it does not answer")
         waiting = [slot.setup for slot in self.slots if slot.setup is not None]
         return waiting + [reference for slot in self.slots for reference in slot.in_flight]
 
@@ -120,15 +117,11 @@ class WorkerPool:
         slot.in_flight[slot.handle.run.remote(lease)] = lease
 
     def settle_setup(self, slot: Slot) -> WorkerState | None:
-        """The end of a worker's set-up: it is held, or joins the run; or it is tried again, or given up (None). And the
-        end of its joining: it is ready.
+        """The end of a worker's set-up: it becomes ready, or is tried again, or given up (None).
 
         Raises NoWorkers when it was the last one.
         """
         reference, slot.setup = slot.setup, None
-        if slot.phase == "joining":
-            self._settle_join(slot, reference)
-            return None
         try:
             state: WorkerState = ray.get(reference)
         except RayActorError as error:
@@ -140,34 +133,23 @@ class WorkerPool:
         if self._hold:
             slot.phase = "held"
             return state
-        self._join(slot)
+        self._admit(slot)
+        slot.phase = "ready"
+        self._warn()
         return state
 
-    def _join(self, slot: Slot) -> None:
-        """Ask for the run's agreed plan for a new worker. While a round lasts this takes a while; others work."""
-        slot.phase, slot.asked_at = "joining", time.monotonic()
-        slot.setup = self.coordinator.admit.remote(slot.rank, slot.handle)
-
-    def _settle_join(self, slot: Slot, reference: Any) -> None:
-        """A coordinator that is away for good does not stop the job."""
-        try:
-            ray.get(reference)
-        except ActorUnavailableError as error:
-            if time.monotonic() - slot.asked_at < COORDINATOR_PATIENCE:
+    def _admit(self, slot: Slot) -> None:
+        """The run's agreed plan for a new worker. A coordinator that is away for good does not stop the job."""
+        for _ in range(ADMIT_ATTEMPTS):
+            try:
+                ray.get(self.coordinator.admit.remote(slot.rank, slot.handle), timeout=ADMIT_TIMEOUT)
+                return
+            except ActorUnavailableError:
                 time.sleep(1.0)  # Ray starts it again
-                slot.setup = self.coordinator.admit.remote(slot.rank, slot.handle)
-            else:
-                self._joined(slot, first_line(error))
-        except RayError as error:
-            self._joined(slot, first_line(error))
-        else:
-            self._joined(slot)
-
-    def _joined(self, slot: Slot, problem: str = "") -> None:
-        slot.phase, slot.setup = "ready", None
-        if problem:
-            logger.warning("worker %d works without the coordinator: %s", slot.rank, problem)
-        self._warn()
+            except (RayError, TimeoutError) as error:
+                logger.warning("worker %d works without the coordinator: %s", slot.rank, first_line(error))
+                return
+        logger.warning("worker %d works without the coordinator, which does not come back", slot.rank)
 
     def lost(self, slot: Slot, error: RayActorError) -> None:
         """The worker's process is gone: wait for Ray's new one, or make one where Ray has given up."""
