@@ -239,8 +239,9 @@ def test_a_worker_that_dies_more_often_than_ray_restarts_it_comes_back(
     run = start_run(items, workers=1, batch=1)
     run.job.run()
     assert_all_right(run)
+    assert len(list(tmp_path.glob("killed-*"))) == RESTARTS + 1
     lines = [json.loads(line) for line in run.output.read_text().splitlines()]
-    assert len({line["pid"] for line in lines}) == RESTARTS + 2
+    assert len({line["pid"] for line in lines}) >= 2, "a process may die before it has answered anything; not all do"
 
 
 @pytest.mark.ray
