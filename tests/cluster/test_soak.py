@@ -240,8 +240,11 @@ def test_a_worker_that_dies_more_often_than_ray_restarts_it_comes_back(
     run.job.run()
     assert_all_right(run)
     assert len(list(tmp_path.glob("killed-*"))) == RESTARTS + 1
-    lines = [json.loads(line) for line in run.output.read_text().splitlines()]
-    assert len({line["pid"] for line in lines}) == RESTARTS + 2
+    joined = [event["pid"] for event in events_of(run) if event["event"] == "worker_joined"]
+    assert len(set(joined)) == len(joined) == RESTARTS + 2
+    # A process may die while an answer of its own is on its way; that item is then answered by the next one.
+    answered_by = {json.loads(line)["pid"] for line in run.output.read_text().splitlines()}
+    assert joined[-1] in answered_by <= set(joined)
 
 
 @pytest.mark.ray
