@@ -129,13 +129,11 @@ class Rig:
         assert self.pool is not None
         end = time.monotonic() + READY_SECONDS
         while len(self.pool.ready) < self.crew.workers:
-            left = end - time.monotonic()
-            waiting = self.pool.references()
-            done, _ = ray.wait(waiting, num_returns=1, timeout=max(left, 0.0)) if waiting else ([], [])
-            if not done:
+            if (reference := self.pool.wait(1.0)) is not None:
+                self.pool.settle(self.pool.slot_of(reference))
+            elif time.monotonic() > end:
                 notes = [slot.phase for slot in self.pool.slots]
                 raise TimeoutError(f"workers are not ready after {READY_SECONDS:.0f} s: {notes}")
-            self.pool.settle_setup(self.pool.slot_of(done[0]))
 
     @property
     def handles(self) -> list[Any]:

@@ -21,7 +21,7 @@ from cluster.leases import LeaseQueue, SetAside
 from cluster.messages import JobProgress, Lease, LeaseResult
 from cluster.pool import Slot, WorkerPool
 from cluster.task import TaskError
-from cluster.worker import Refused
+from cluster.worker import NotSetUp, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,7 @@ class BatchJob:
         """
         while not self._queue.finished:
             self._feed()
-            done, _ = ray.wait(self._pool.references(), num_returns=1, timeout=self._tick)
-            for reference in done:
+            if (reference := self._pool.wait(self._tick)) is not None:
                 self._settle(reference)
             self._tell()
         self.progress = replace(self.progress, finished=True, updated=time.time())
@@ -83,18 +82,24 @@ class BatchJob:
                     self._pool.lend(slot, lease)
                     if not self.progress.started:
                         self.progress = replace(self.progress, started=time.time(), updated=time.time())
+                        start = {"total": self.progress.total, "skipped": self.progress.skipped}
+                        self._pool.coordinator.event.remote("job_started", start)
 
     def _settle(self, reference: Any) -> None:
         slot = self._pool.slot_of(reference)
         if reference is slot.setup:
-            self._pool.settle_setup(slot)
+            self._pool.settle(slot)
             return
         given = list(slot.in_flight.values())
         lease = slot.in_flight.pop(reference)
         try:
             answer: LeaseResult = ray.get(reference)
         except RayActorError as error:
-            self._worker_died(slot, given, error)
+            self._worker_died(slot, given, error, at_work=True)
+        except (
+            NotSetUp
+        ) as error:  # by the process after it; the oldest lease was at work before, or it came to this one
+            self._worker_died(slot, given, error, at_work=lease is not given[0])
         except RayError as error:
             cause = getattr(error, "cause", None) or error
             self._failed(lease, cause)
@@ -109,11 +114,11 @@ class BatchJob:
                 self._wanted -= len(lease.items)
                 self.finished_leases.append((lease, answer))
 
-    def _worker_died(self, slot: Slot, given: list[Lease], error: RayActorError) -> None:
+    def _worker_died(self, slot: Slot, given: list[Lease], error: RayError | NotSetUp, *, at_work: bool) -> None:
         # Calls run in order, so only the oldest lease can have been at work when the worker died; which of them is told
         # first says nothing.
         for lease in given:
-            self._give_back(lease, f"its worker died: {type(error).__name__}", blame=lease is given[0])
+            self._give_back(lease, f"its worker died: {type(error).__name__}", blame=at_work and lease is given[0])
         slot.in_flight.clear()
         self._pool.lost(slot, error)
 

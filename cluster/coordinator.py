@@ -8,13 +8,14 @@ workers, ``autopilot`` what happens without being asked; here is who may ask for
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Coroutine
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from cluster.asking import Member, why
 from cluster.autopilot import Autopilot
@@ -31,6 +32,7 @@ from cluster.messages import (
 from cluster.metrics import RunMetrics
 from cluster.roster import Roster
 from cluster.rounds import Replans
+from cluster.switching import NotSetUp
 
 NAME = "coordinator"
 WORKER_PREFIX = "worker-"
@@ -77,11 +79,17 @@ class Coordinator:
         self._events.write("worker_enlisted", rank=rank)
 
     async def admit(self, rank: int, handle: Any) -> None:
-        """The worker is set up; tell it what the run has agreed on. It may take leases when this returns."""
+        """The worker is set up; tell it what the run has agreed on. It may take leases when this returns.
+
+        Raises NotSetUp when its process is gone, or is not the one that was set up.
+        """
         await self.start()
         if rank not in self._roster.members:  # this actor was down when it was enlisted
             self._roster.add(Member(rank, handle))
-        state, refused = await self._replans.admit(self._roster.members[rank])
+        try:
+            state, refused = await self._replans.admit(self._roster.members[rank])
+        except (RayActorError, NotSetUp) as error:  # a RayActorError at the caller is of this actor itself
+            raise NotSetUp(f"it died before it joined: {why(error)}") from None
         self._events.write("worker_joined", rank=rank, pid=state.pid, epoch=self._replans.epoch, refused=refused)
 
     async def lose(self, rank: int, reason: str) -> None:
@@ -99,8 +107,6 @@ class Coordinator:
     async def progress(self, job: JobProgress) -> None:
         """How far the batch job is."""
         await self.start()
-        if job.started and not self._job.started:
-            self._events.write("job_started", total=job.total, skipped=job.skipped)
         self._job = job
         self._energy.look(self._roster.states(), job)
         if (joules := self._energy.joules_an_item(job)) is not None:
@@ -156,10 +162,10 @@ class Coordinator:
         for entry in ray.util.list_named_actors(all_namespaces=True):
             name = entry["name"]
             if entry["namespace"] == namespace and name.startswith(WORKER_PREFIX):
-                rank = int(name.removeprefix(WORKER_PREFIX))
-                self._roster.add(Member(rank, ray.get_actor(name, namespace=namespace)))
-        for member in list(self._roster.members.values()):
-            await self._learn_from(member)
+                with contextlib.suppress(ValueError):  # it has ended since
+                    handle = ray.get_actor(name, namespace=namespace)
+                    self._roster.add(Member(int(name.removeprefix(WORKER_PREFIX)), handle))
+        await asyncio.gather(*(self._learn_from(member) for member in list(self._roster.members.values())))
         joined = self._roster.states()
         self._replans.epoch = max((state.epoch for state in joined), default=0)
         self._roster.paused = any(state.paused for state in joined)
@@ -175,13 +181,24 @@ class Coordinator:
             if state.phase != "ready":
                 return
             plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
-        except (RayError, TimeoutError) as error:
+        except (RayActorError, NotSetUp) as error:  # the driver sets it up again
             self._roster.mark_lost(member, why(error))
             return
-        member.state, member.seen, member.joined = state, time.monotonic(), True
+        except (RayError, TimeoutError) as error:
+            self._roster.mark_lost(member, why(error))
+            self._spawn(self._learn_later(member))
+            return
+        if self._roster.members.get(member.rank) is not member:
+            return
+        member.state, member.seen, member.joined, member.lost = state, time.monotonic(), True, ""
         history = self._replans.history
         epoch = history.latest or history.begin(state.epoch, "coordinator started again", budget)
         epoch.put(member.rank, plans, budget)
+
+    async def _learn_later(self, member: Member) -> None:
+        await asyncio.sleep(self._options.poll)
+        if self._roster.members.get(member.rank) is member and not member.joined:
+            await self._learn_from(member)
 
     # ---- small things
 

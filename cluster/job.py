@@ -33,6 +33,7 @@ from cluster.session import (
     require_gpus,
     start_local,
 )
+from cluster.switching import NotSetUp
 from cluster.task import TaskError
 from flextensor.config import OffloadConfig
 from flextensor.store import StoreError
@@ -265,9 +266,8 @@ def _chosen(pool: WorkerPool, work: Work, on_tick: Callable[[], None]) -> BatchC
     """Once every worker is set up or given up, all try the sizes at the same time; each then takes the plan for the
     size that was chosen, and is admitted."""
     while pool.starting:
-        done, _ = ray.wait(pool.references(), num_returns=1, timeout=TICK)
-        for reference in done:
-            pool.settle_setup(pool.slot_of(reference))
+        if (reference := pool.wait(TICK)) is not None:
+            pool.settle(pool.slot_of(reference))
         on_tick()
     ordered = by_length(work.items, work.length)
     request = request_for(ordered, sizes_to_try(len(ordered), len(pool.held)))
@@ -280,7 +280,7 @@ def _chosen(pool: WorkerPool, work: Work, on_tick: Callable[[], None]) -> BatchC
     for rank, (slot, reference) in asked.items():
         try:
             points[rank] = ray.get(reference)
-        except ray.exceptions.RayActorError as error:
+        except (ray.exceptions.RayActorError, NotSetUp) as error:
             pool.lost(slot, error)
         except ray.exceptions.RayError as error:
             reason = first_line(error)

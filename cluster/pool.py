@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError
 
 from cluster.messages import Item, Lease, WorkerState
+from cluster.switching import NotSetUp
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,11 @@ again fail too, so one death counts up to twice."""
 PATIENCE = 60.0
 """Seconds in which Ray may find a GPU for a worker whose node is gone (another node, or that one again)."""
 
-ADMIT_ATTEMPTS = 20
-ADMIT_TIMEOUT = 120.0
+COORDINATOR_PATIENCE = 20.0
+"""Seconds in which a coordinator whose process is gone is asked again; the job does not stop for it."""
+
+ASK_AGAIN = 1.0
+JOIN_TIMEOUT = 120.0
 ASK_TIMEOUT = 2.0
 GONE_TIMEOUT = 20.0
 
@@ -41,7 +45,9 @@ class NoWorkers(RuntimeError):
 
 @dataclass
 class Slot:
-    """One rank. ``in_flight``: its leases in the order in which it was given them, by the reference of the answer."""
+    """One rank. phase: ``starting``, ``held``, ``joining``, ``ready`` or ``given up``. setup: the answer that it waits
+    for before it takes leases: its own while it starts, the coordinator's while it joins. in_flight: its leases in the
+    order in which it was given them, by the reference of the answer. joining_since, ask_at: monotonic seconds."""
 
     rank: int
     handle: Any
@@ -50,6 +56,8 @@ class Slot:
     in_flight: dict[Any, Lease] = field(default_factory=dict)
     deaths: int = 0
     lost_at: float = 0.0
+    joining_since: float = 0.0
+    ask_at: float = 0.0
 
 
 class WorkerPool:
@@ -99,60 +107,85 @@ class WorkerPool:
         """Admit the workers that were held, and all later ones at once."""
         self._hold = False
         for slot in self.held:
-            self._admit(slot)
-            slot.phase = "ready"
-        self._warn()
+            slot.phase, slot.joining_since = "joining", time.monotonic()
+            self._ask_to_join(slot)
 
-    def references(self) -> list[Any]:
-        """Everything that is being waited for."""
-        waiting = [slot.setup for slot in self.slots if slot.setup is not None]
-        return waiting + [reference for slot in self.slots for reference in slot.in_flight]
+    def wait(self, timeout: float) -> Any | None:
+        """The reference of a set-up, a joining or a lease that has ended; None when none has within ``timeout``
+        seconds."""
+        now = time.monotonic()
+        for slot in self.slots:
+            if slot.phase == "joining" and now - slot.joining_since > JOIN_TIMEOUT:
+                self._joined(slot, but="the coordinator does not answer")
+            elif slot.phase == "joining" and slot.setup is None and now >= slot.ask_at:
+                self._ask_to_join(slot)
+        references = [slot.setup for slot in self.slots if slot.setup is not None]
+        references += [reference for slot in self.slots for reference in slot.in_flight]
+        if not references:
+            time.sleep(min(timeout, ASK_AGAIN))
+            return None
+        done, _ = ray.wait(references, num_returns=1, timeout=timeout)
+        return done[0] if done else None
 
     def slot_of(self, reference: Any) -> Slot:
-        """The slot that a reference of ``references`` belongs to."""
+        """The slot that a reference of ``wait`` belongs to."""
         return next(slot for slot in self.slots if reference is slot.setup or reference in slot.in_flight)
 
     def lend(self, slot: Slot, lease: Lease) -> None:
         """Give a worker a lease."""
         slot.in_flight[slot.handle.run.remote(lease)] = lease
 
-    def settle_setup(self, slot: Slot) -> WorkerState | None:
-        """The end of a worker's set-up: it becomes ready, or is tried again, or given up (None).
+    def settle(self, slot: Slot) -> None:
+        """The end of a worker's set-up: it is held, or joins the run, or is tried again, or given up. And the end of
+        its joining: it is ready.
 
         Raises NoWorkers when it was the last one.
         """
         reference, slot.setup = slot.setup, None
+        if slot.phase == "joining":
+            self._settle_joining(slot, reference)
+            return
         try:
-            state: WorkerState = ray.get(reference)
+            ray.get(reference)
         except RayActorError as error:
             self.lost(slot, error)
-            return None
         except RayError as error:
             self._give_up(slot, error)
-            return None
-        if self._hold:
-            slot.phase = "held"
-            return state
-        self._admit(slot)
-        slot.phase = "ready"
+        else:
+            if self._hold:
+                slot.phase = "held"
+            else:
+                slot.phase, slot.joining_since = "joining", time.monotonic()
+                self._ask_to_join(slot)
+
+    def _ask_to_join(self, slot: Slot) -> None:
+        """The coordinator tells the worker what the run has agreed on, after the round that it is in; the others work
+        meanwhile."""
+        slot.setup = self.coordinator.admit.remote(slot.rank, slot.handle)
+
+    def _settle_joining(self, slot: Slot, reference: Any) -> None:
+        try:
+            ray.get(reference)
+        except NotSetUp as error:
+            self.lost(slot, error)
+        except ActorUnavailableError as error:
+            if time.monotonic() - slot.joining_since < COORDINATOR_PATIENCE:
+                slot.ask_at = time.monotonic() + ASK_AGAIN  # Ray starts it again
+            else:
+                self._joined(slot, but=first_line(error))
+        except RayError as error:
+            self._joined(slot, but=first_line(error))
+        else:
+            self._joined(slot)
+
+    def _joined(self, slot: Slot, *, but: str = "") -> None:
+        slot.phase, slot.setup = "ready", None
+        if but:
+            logger.warning("worker %d works without the coordinator: %s", slot.rank, but)
         self._warn()
-        return state
 
-    def _admit(self, slot: Slot) -> None:
-        """The run's agreed plan for a new worker. A coordinator that is away for good does not stop the job."""
-        for _ in range(ADMIT_ATTEMPTS):
-            try:
-                ray.get(self.coordinator.admit.remote(slot.rank, slot.handle), timeout=ADMIT_TIMEOUT)
-                return
-            except ActorUnavailableError:
-                time.sleep(1.0)  # Ray starts it again
-            except (RayError, TimeoutError) as error:
-                logger.warning("worker %d works without the coordinator: %s", slot.rank, first_line(error))
-                return
-        logger.warning("worker %d works without the coordinator, which does not come back", slot.rank)
-
-    def lost(self, slot: Slot, error: RayActorError) -> None:
-        """The worker's process is gone: wait for Ray's new one, or make one where Ray has given up."""
+    def lost(self, slot: Slot, error: RayActorError | NotSetUp) -> None:
+        """The worker's process is gone: set up Ray's new one, or make one where Ray has given up."""
         if slot.phase == "starting" and slot.setup is not None:
             return
         slot.deaths += 1
@@ -164,7 +197,7 @@ class WorkerPool:
         if slot.deaths >= LIVES_WITHOUT_WORK and not awaited:
             self._give_up(slot, error)
             return
-        if not isinstance(error, ActorUnavailableError) or isinstance(error, ActorDiedError):
+        if not isinstance(error, ActorUnavailableError | NotSetUp) or isinstance(error, ActorDiedError):
             ray.kill(slot.handle)  # so that its name is free, whatever Ray still thinks of it
             slot.handle = self._make(slot.rank)
         self._begin(slot)

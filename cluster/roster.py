@@ -123,7 +123,10 @@ class Roster:
             silence = hang_after(member.state, self._options.hang)
             try:
                 state: WorkerState = await ask(member, lambda m: m.handle.state.remote(), silence)
+                self._find_again(member, state)
                 member.state, member.seen = state, time.monotonic()
+                if member.joined and not member.lost and state.paused != self.paused:  # it was out of reach when told
+                    member.handle.pause.remote(self.paused)
                 self._metrics.observe(state)
                 limit = hang_after(state, self._options.hang)
                 if state.busy_seconds > limit and not self.paused:
@@ -135,6 +138,13 @@ class Roster:
             except TimeoutError:
                 self._restart(member, f"silent for {silence:.0f} s")
             await asyncio.sleep(self._options.poll)
+
+    def _find_again(self, member: Member, state: WorkerState) -> None:
+        """A worker that was out of reach, and whose process is the one that had joined, has not been away."""
+        same = member.state is not None and member.state.incarnation == state.incarnation
+        if member.lost and member.joined and same and member.state is not None:
+            self._events.write("worker_found", rank=member.rank, was=member.lost)
+            member.lost = ""
 
     def _restart(self, member: Member, reason: str) -> None:
         self.mark_lost(member, reason)

@@ -22,6 +22,10 @@ class Refused(RuntimeError):
     """A worker will not take part in a round; the message says why. The old plan stays in force."""
 
 
+class NotSetUp(Refused):
+    """The worker's process is new: the one that was set up has died, and nobody has set up this one."""
+
+
 @dataclass(frozen=True)
 class _Staged:
     """What a worker stands prepared for."""

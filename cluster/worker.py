@@ -40,7 +40,7 @@ from cluster.messages import (
 )
 from cluster.packing import resolve_task
 from cluster.states import budget_settings
-from cluster.switching import Refused, Switching
+from cluster.switching import NotSetUp, Refused, Switching
 from cluster.task import Task, TaskContext, TaskError
 from cluster.telemetry import DeviceTelemetry, HostTelemetry, cuda_uuid
 from flextensor.profile import TransferCurve
@@ -72,10 +72,13 @@ class Worker:
     # the model's thread
 
     def setup(self, sample: tuple[Item, ...] = ()) -> WorkerState:
-        """Load the task and run it until it has its first plan; ``sample`` are items to warm up with.
+        """Load the task and run it until it has its first plan; ``sample`` are items to warm up with. Once is enough:
+        who was only out of reach for a while, and is asked again, goes on.
 
         Raises whatever the task raises.
         """
+        if self._task is not None:
+            return self.state()
         import torch
 
         import flextensor
@@ -122,7 +125,7 @@ class Worker:
     def try_batch_sizes(self, request: TrialRequest) -> tuple[BatchPoint, ...]:
         """What each size would bring here; see ``cluster.batch_size``. The plan in force stays."""
         if self._task is None:
-            raise Refused(f"worker {self._start.rank} is not set up")
+            raise NotSetUp(f"worker {self._start.rank} is not set up")
         self._trial = BatchTrial(self._task, self._manager)
         self._gate.enter()
         try:
@@ -138,9 +141,12 @@ class Worker:
             self._trial = None
 
     def run(self, lease: Lease) -> LeaseResult:
-        """Run one lease. Raises what the task raises; the worker stays usable."""
+        """Run one lease.
+
+        Raises NotSetUp, and what the task raises; the worker stays usable.
+        """
         if self._task is None:
-            raise Refused(f"worker {self._start.rank} has been started again and is not set up yet")
+            raise NotSetUp(f"worker {self._start.rank} has been started again and is not set up yet")
         began = time.monotonic()
         self._lease = lease.number
         self._gate.enter()
@@ -157,7 +163,7 @@ class Worker:
     def verify(self, items: tuple[Item, ...], results: tuple[dict[str, Any], ...]) -> dict[str, Any]:
         """Compare results with those of an un-offloaded copy (``Task.verify``)."""
         if self._task is None:
-            raise Refused(f"worker {self._start.rank} is not set up")
+            raise NotSetUp(f"worker {self._start.rank} is not set up")
         return self._task.verify(items, results)
 
     def report(self) -> dict[str, Any]:
@@ -328,7 +334,8 @@ class Worker:
 
     def _ready(self) -> Any:
         if self._phase != "ready" or self._manager is None:
-            raise Refused(f"worker {self._start.rank} is {self._phase}, not ready")
+            kind = Refused if self._phase == "closed" else NotSetUp
+            raise kind(f"worker {self._start.rank} is {self._phase}, not ready")
         return self._manager
 
 
@@ -361,4 +368,4 @@ def _nominal(device: Any, gpu: DeviceSample | None) -> float:
     return float(link.bytes_per_second) if link is not None else 0.0
 
 
-__all__ = ["GateTimeout", "Refused", "StepStopped", "Worker"]
+__all__ = ["GateTimeout", "NotSetUp", "Refused", "StepStopped", "Worker"]

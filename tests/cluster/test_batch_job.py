@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,29 @@ def test_a_killed_worker_comes_back_with_the_agreed_plan_and_no_item_is_lost(sta
     assert [state.epoch for state in states] == [status_of(run).epoch] * 2
     assert len({state.weight_bytes for state in states}) == 1
     assert any(event["event"] == "worker_lost" for event in events_of(run))
+
+
+def test_a_worker_that_dies_without_a_lease_is_set_up_again(start_run: Callable[..., Run]) -> None:
+    run = start_run(items_of(24, steps=4, seconds=0.05))
+    while len(run.pool.ready) < 2:
+        if (reference := run.pool.wait(1.0)) is not None:
+            run.pool.settle(run.pool.slot_of(reference))
+    before = [ray.get(slot.handle.state.remote(), timeout=30) for slot in run.pool.slots]
+    os.kill(before[1].pid, signal.SIGKILL)
+    end = time.monotonic() + 60
+    while True:  # nobody asks for anything that would tell the driver
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            if ray.get(run.pool.slots[1].handle.state.remote(), timeout=30).pid != before[1].pid:
+                break
+        assert time.monotonic() < end, "Ray does not start it again"
+        time.sleep(0.1)
+    run.job.run()
+    assert_all_right(run)
+    after = ray.get(run.pool.slots[1].handle.state.remote(), timeout=30)
+    assert {answer["pid"] for answer in answers_of(run).values()} == {before[0].pid, after.pid}
+    assert not any(event["event"] == "lease_failed" for event in events_of(run)), (
+        "its leases went to who could take them"
+    )
 
 
 def test_bad_items_are_set_aside_and_their_neighbours_answered(start_run: Callable[..., Run], tmp_path: Path) -> None:

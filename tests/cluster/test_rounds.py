@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from cluster.coordinator import Coordinator
 from cluster.messages import CoordinatorOptions, JobProgress, Lease, ReplanRequest, WorkerState
 from cluster.roster import hang_after, longest_between_boundaries
-from cluster.worker import Worker
+from cluster.worker import NotSetUp, Worker
 from tests.cluster.local_handles import LocalHandle
 from tests.cluster.test_worker import start_of
 
@@ -113,6 +114,57 @@ def test_a_live_worker_that_refuses_to_catch_up_is_not_taken_for_dead(
     assert len({worker.state().weight_bytes for worker in pair}) == 1
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_worker_that_died_before_it_joined_is_to_be_set_up_again(
+    pair: list[Worker], tmp_path: Path, gone: bool
+) -> None:
+    bench = Bench(pair, tmp_path / "events.jsonl")
+
+    def befalls(method: str) -> None:
+        if method == "join" and gone:
+            raise ray.exceptions.ActorUnavailableError("no answer", None)
+        if method == "join":  # Ray has started it again
+            pair[1]._phase = "starting"
+
+    async def work() -> None:
+        await bench.admit()
+        handle = LocalHandle(pair[1], befalls)
+        await bench.coordinator.enlist(1, handle)
+        with pytest.raises(NotSetUp, match="died before it joined"):
+            await bench.coordinator.admit(1, handle)
+        assert [e["rank"] for e in bench.events("worker_joined")] == [0, 1], "once each, before"
+
+    run(bench, work)
+
+
+def test_a_worker_out_of_reach_for_a_while_is_found_again_and_told_what_it_missed(
+    pair: list[Worker], tmp_path: Path
+) -> None:
+    bench = Bench(pair, tmp_path / "events.jsonl")
+    unreachable = False
+
+    def befalls(method: str) -> None:
+        if unreachable:
+            raise ray.exceptions.ActorUnavailableError("no answer", None)
+
+    async def work() -> None:
+        nonlocal unreachable
+        await bench.admit({1: befalls})
+        assert await bench.coordinator.pause(True) == 2
+        unreachable = True
+        await bench.until(lambda: bool(bench.events("worker_lost")))
+        assert await bench.coordinator.pause(False) == 1
+        refused = await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))
+        assert not refused.committed and "worker 1 is away" in refused.reason
+        unreachable = False
+        await bench.until(lambda: bool(bench.events("worker_found")))
+        await bench.until(lambda: not pair[1].state().paused)
+        outcome = await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))
+        assert outcome.committed and {change.rank for change in outcome.changes} == {0, 1}, outcome.reason
+
+    run(bench, work)
+
+
 def test_a_lockstep_group_whose_member_has_no_work_stays_and_says_who_it_is(pair: list[Worker], tmp_path: Path) -> None:
     bench = Bench(pair, tmp_path / "events.jsonl", prepare_timeout=0.3, lockstep=((0, 1),))
 
@@ -154,6 +206,7 @@ def test_the_log_tells_a_run_from_its_start_to_its_end(pair: list[Worker], tmp_p
         coordinator = bench.coordinator
         await bench.admit()
         await coordinator.progress(JobProgress(total=4, started=1.0))
+        await coordinator.event("job_started", {"total": 4})
         await coordinator.replan(ReplanRequest(budget=0.9, reason="more"))
         await coordinator.replan(ReplanRequest(budget=0.8, dry_run=True))
         await coordinator.replan(ReplanRequest(budget=1000))
