@@ -76,6 +76,7 @@ def measure(visits: int, steps: int) -> dict[str, float]:
         memory = DeviceWeights(manager._execution.table, device, stream)
         memory.apply(manager.plan_in_force)
         loader = Loader(manager.plan_in_force, manager._reads, memory, stream, Recorder(device, every=0))
+        loader.start()
         order = manager.plan_in_force.visits
 
         def bare() -> None:

@@ -102,6 +102,7 @@ class Execution:
         except torch.OutOfMemoryError as error:
             raise self._no_room(plan, error) from None
         self.loader = self._new_loader(plan)
+        self.loader.start()
         return self.loader
 
     def _no_room(self, plan: Plan, error: object) -> BudgetError:
@@ -119,6 +120,7 @@ class Execution:
         """A new loader for ``plan``, as memory is laid out for it now."""
         self.layout_serial += 1
         self.loader = self._new_loader(plan)
+        self.loader.start()
 
     def quiesce(self) -> None:
         """The device is idle, nothing is prefetched, and all samples are in."""
@@ -136,8 +138,11 @@ class Execution:
     def switch(self, plan: Plan) -> None:
         """Lay memory out for ``plan`` and go on under it; ``quiesce`` comes before. On failure (out of memory, a
         Ctrl-C) ``restore`` comes after."""
-        self.memory.apply(plan)
-        self.rebuild(plan)
+        self.layout_serial += 1
+        self.memory.lay_out(plan)
+        self.loader = self._new_loader(plan)
+        self.memory.bind()  # while copies go over the link
+        self.loader.start()
 
     def restore(self, plan: Plan) -> Plan | None:
         """Put ``plan`` in force again after a switch that failed, or fetching on demand where there is no room for it

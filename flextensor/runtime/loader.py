@@ -78,6 +78,7 @@ class Loader:
         self._occurrences: dict[int, list[int]] = {}
         for visit, unit in enumerate(plan.visits):
             self._occurrences.setdefault(unit, []).append(visit)
+        self._fill_slots()
         new_event = self._device.new_event
         fetched = {copy.visit for copy in plan.copies}
         self._ready: list[Event | None] = [
@@ -104,14 +105,18 @@ class Loader:
         self._tail_first = False
         self._capturing = False
         self._captured: set[int] = set()
-        self._prime()
 
     # ---- set-up
 
-    def _prime(self) -> None:
-        """Fill the slots as they are in the steady state before the first visit. The device is idle."""
+    def _fill_slots(self) -> None:
+        """Queue copies that fill the slots as they are in the steady state before the first visit. The device is idle;
+        what else is to be done before the first step takes its time while the copies go over the link."""
         for copy in [*self.plan.initial, *(copy for copy in self.plan.copies if copy.lag)]:
             self._issue_tensors(copy.tensors)
+
+    def start(self) -> None:
+        """Weights are bound and may be used: later compute waits for the copies that filled resident memory and slots.
+        Called once, before the first step."""
         for event in self._ready:
             if event is not None:
                 self._copy.record(event)

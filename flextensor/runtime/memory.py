@@ -35,6 +35,8 @@ class WeightTable:
         self.weights = list(weights)
         self.store = store
         self._forms = [(w.tensor.dtype, tuple(w.tensor.shape), tuple(w.tensor.stride())) for w in weights]
+        with torch.inference_mode(False):  # of the same form, for who asks for that meanwhile
+            self._nothing = [torch.empty((), dtype=dtype).expand(shape) for dtype, shape, _ in self._forms]
 
     def source(self, index: int) -> torch.Tensor:
         """The host bytes of a weight."""
@@ -43,14 +45,17 @@ class WeightTable:
     def view(self, index: int, data: torch.Tensor) -> torch.Tensor:
         """``data`` (uint8, the weight's size) in the weight's dtype, shape and stride."""
         dtype, shape, stride = self._forms[index]
-        with torch.inference_mode(False):
-            return data.view(dtype).as_strided(shape, stride)
+        return data.view(dtype).as_strided(shape, stride)
 
     def bind(self, index: int, data: torch.Tensor, *, in_slot: bool) -> None:
-        """Point the weight at device bytes."""
+        """Point the weight at device bytes. Not in inference mode: its tensors cannot be trained."""
         weight = self.weights[index]
         weight.tensor.data = self.view(index, data)
         weight.in_slot = in_slot
+
+    def let_go(self, index: int) -> None:
+        """Give device memory back where the weight is bound again before anyone reads it: cheaper than ``unbind``."""
+        self.weights[index].tensor.data = self._nothing[index]
 
     def unbind(self, index: int) -> None:
         """Point the weight at its host bytes."""
@@ -69,6 +74,7 @@ class DeviceWeights:
         self._residents = Residents(device, [weight.nbytes for weight in table.weights])
         self._arena: torch.Tensor | None = None
         self._streamed: dict[int, int] = {}
+        self._to_bind: list[int] = []
         self.copied_bytes = 0
 
     @property
@@ -87,19 +93,28 @@ class DeviceWeights:
         assert self._arena is not None, "this plan streams nothing"
         return self._arena[offset : offset + nbytes]
 
-    def apply(self, plan: Plan) -> int:
-        """Lay memory out as ``plan`` says and fill what is newly resident; returns the bytes moved over the link.
+    def apply(self, plan: Plan) -> None:
+        """``lay_out``, ``bind``; and later compute waits for what is newly resident."""
+        self.lay_out(plan)
+        self.bind()
+        self._await_copies()
+
+    def lay_out(self, plan: Plan) -> None:
+        """Take the memory that ``plan`` says, and queue the copies of what is newly resident. Weights are not to be
+        used before ``bind``, nor before the copies are done.
 
         The caller has made the device idle. Old memory is given up before new is taken, so that no peak exceeds the
         larger plan. Raises torch.OutOfMemoryError, all weights being on the host then.
         """
         before = self.nbytes
-        self._unbind(self._streamed)
+        stay = self._arena is not None and self._arena.numel() == plan.arena_bytes
+        self._let_go((index for index in self._streamed if not (stay and index in plan.offsets)), plan)
+        moved = [i for i, at in plan.offsets.items() if not stay or self._streamed.get(i) != at]
         self._streamed = {}
-        if self._arena is not None and self._arena.numel() != plan.arena_bytes:
+        if not stay:
             self._arena = None
         try:
-            fresh, homeless = self._keep_residents(plan.resident, max(before, plan.weight_bytes))
+            fresh, homeless = self._keep_residents(plan, max(before, plan.weight_bytes))
             if homeless or self.nbytes < before:
                 self.device.release_cached()  # or new memory would be cut from blocks that activations come back for
             with torch.inference_mode(False):
@@ -109,21 +124,23 @@ class DeviceWeights:
         except torch.OutOfMemoryError:
             self.clear()
             raise
-        for index in fresh:
-            self._bind(index, self._residents.data(index), in_slot=False)
-        for index, offset in plan.offsets.items():
-            self._bind_slot(index, offset)
         self._streamed = dict(plan.offsets)
-        return self._fill(fresh)
+        self._to_bind = [*fresh, *moved]
+        self._fill(fresh)
 
-    def _keep_residents(self, wanted: frozenset[int], most: int) -> tuple[list[int], list[int]]:
-        """Let go of what is not ``wanted`` and close the holes; returns whose bytes are to come from the host, and
+    def bind(self) -> None:
+        """Point weights at their place in the layout, where they do not yet: behind the copies, which go on."""
+        self._bind_home(self._to_bind)
+        self._to_bind = []
+
+    def _keep_residents(self, plan: Plan, most: int) -> tuple[list[int], list[int]]:
+        """Let go of what is no longer resident and close the holes; returns whose bytes are to come from the host, and
         which of those have no place yet. ``most``: bytes that may be taken meanwhile."""
-        residents = self._residents
+        residents, wanted = self._residents, plan.resident
         gone = [index for index in residents if index not in wanted]
         added = [index for index in wanted if index not in residents]
         fresh = {*added, *(index for index in residents if self._moved_out(index))}
-        self._unbind(gone)
+        self._let_go(gone, plan)
         residents.remove(gone)
         with torch.inference_mode(False):
             moves, homeless = residents.refill(added)
@@ -131,7 +148,7 @@ class DeviceWeights:
             while moves := residents.repack(most - self.nbytes):
                 self._carry(moves, fresh)
         broken = residents.dissolve()
-        self._unbind(index for index in broken if index not in fresh)
+        self._let_go((index for index in broken if index not in fresh), plan)
         homeless += broken
         return sorted(fresh.intersection(wanted).union(homeless)), homeless
 
@@ -140,17 +157,26 @@ class DeviceWeights:
         return self.table.weights[index].tensor.data_ptr() != self._residents.data(index).data_ptr()
 
     def _carry(self, moves: list[Move], fresh: Set[int]) -> None:
-        """Copy and bind what has moved within the device, then let go of its old place. ``fresh``: no bytes yet."""
-        self._go_behind_compute()
+        """Copy and bind what has moved within the device, which is no matter of the link, then let go of its old place.
+        ``fresh``: no bytes yet."""
+        stream = self.device.compute_stream()
         for move in moves:
             if move.index not in fresh:
-                self._copy.copy(move.destination, move.source)
+                stream.copy(move.destination, move.source)
                 self._bind(move.index, move.destination, in_slot=False)
         if moves:
-            self._copy.synchronize()
+            stream.synchronize()
             del move  # its old chunk, before cached blocks go back
         moves.clear()
         self.device.release_cached()
+
+    def _let_go(self, indexes: Iterable[int], plan: Plan) -> None:
+        """These give their device memory back; most are bound again, for ``plan``."""
+        for index in indexes:
+            if index in plan.resident or index in plan.offsets:
+                self.table.let_go(index)
+            else:
+                self.table.unbind(index)
 
     def _unbind(self, indexes: Iterable[int]) -> None:
         for index in indexes:
@@ -159,25 +185,30 @@ class DeviceWeights:
     def _bind(self, index: int, data: torch.Tensor, *, in_slot: bool) -> None:
         """Point a weight at device bytes, through a storage of its own that keeps the allocation alive: two weights in
         one storage would look to a compiler like views of each other."""
+        self.table.bind(index, from_dlpack(to_dlpack(data)), in_slot=in_slot)
+
+    def _bind_home(self, indexes: Iterable[int]) -> None:
+        """Point weights at their resident memory, or else at their slot."""
+        weights, residents = self.table.weights, self._residents
         with torch.inference_mode(False):
-            self.table.bind(index, from_dlpack(to_dlpack(data)), in_slot=in_slot)
+            for index in indexes:
+                if index in residents:
+                    self._bind(index, residents.data(index), in_slot=False)
+                else:
+                    self._bind(index, self.slot(self._streamed[index], weights[index].nbytes), in_slot=True)
 
-    def _bind_slot(self, index: int, offset: int) -> None:
-        self._bind(index, self.slot(offset, self.table.weights[index].nbytes), in_slot=True)
-
-    def _fill(self, indexes: Sequence[int]) -> int:
-        """Copy resident weights in from the host, and make later compute wait for it."""
-        moved = 0
+    def _fill(self, indexes: Sequence[int]) -> None:
+        """Queue the copies of resident weights from the host."""
         self._go_behind_compute()
         for index in indexes:
             source = self.table.source(index)
             self._copy.copy(self._residents.data(index), source)
-            moved += source.numel()
+            self.copied_bytes += source.numel()
+
+    def _await_copies(self) -> None:
         done: Event = self.device.new_event(timed=False)
         self._copy.record(done)
         self.device.compute_stream().wait(done)
-        self.copied_bytes += moved
-        return moved
 
     def _go_behind_compute(self) -> None:
         """Memory that was just taken may have been freed by another thread whose kernels are still queued."""
@@ -188,17 +219,14 @@ class DeviceWeights:
     def rebind(self, indexes: Sequence[int]) -> None:
         """These weights' host bytes or tensor objects have changed: point and, where resident, copy again. The caller
         has made the device idle."""
-        for index in indexes:
-            if index in self._residents:
-                self._bind(index, self._residents.data(index), in_slot=False)
-            else:
-                self._bind_slot(index, self._streamed[index])
+        self._bind_home(indexes)
         self._fill([index for index in indexes if index in self._residents])
+        self._await_copies()
 
     def clear(self) -> None:
         """All weights back to the host; no device memory kept. The caller has made the device idle."""
         self._unbind(range(len(self.table.weights)))
-        self._streamed = {}
+        self._streamed, self._to_bind = {}, []
         self._residents.clear()
         self._arena = None
         self.device.release_cached()

@@ -61,6 +61,7 @@ def loader(weights: list[Weight], store: HostStore, device: HostDevice) -> Itera
     plan = Plan((0, 1, 2), frozenset(), offsets, 2 * NBYTES, copies, 0, 2 * NBYTES, 4 * NBYTES)
     memory.apply(plan)
     made = Loader(plan, [[0], [1], [2, 3], [2]], memory, stream, Recorder(device, every=0))
+    made.start()
     yield made
     made.close()
     memory.clear()
