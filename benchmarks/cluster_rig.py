@@ -30,7 +30,7 @@ STORE_SECONDS = 5.0
 @dataclass(frozen=True)
 class Crew:
     """How many workers, on what, with which model. num_gpus: of each worker. host_link: the host device's, bytes/s.
-    copies_may_fill: in latency mode, this share of the compute time."""
+    copies_may_fill: in latency mode, this share of the compute time (None: the default)."""
 
     device: str
     workers: int
@@ -38,7 +38,7 @@ class Crew:
     task: str
     task_options: dict[str, Any]
     host_link: float
-    copies_may_fill: float = 0.9
+    copies_may_fill: float | None = None
 
     @property
     def cuda(self) -> bool:
@@ -46,11 +46,9 @@ class Crew:
 
     def config(self) -> OffloadConfig:
         """Every step is timed: figures of a few seconds need them all."""
-        settings: dict[str, Any] = {
-            "offload_timing": "eager",
-            "shm_wait_timeout": 120.0,
-            "transfer_budget_scale": self.copies_may_fill,
-        }
+        settings: dict[str, Any] = {"offload_timing": "eager", "shm_wait_timeout": 120.0}
+        if self.copies_may_fill is not None:
+            settings["transfer_budget_scale"] = self.copies_may_fill
         if not self.cuda:
             settings |= {"host_link_bytes_per_second": self.host_link, "resident_below_bytes": 4096}
         return OffloadConfig(**settings)

@@ -147,7 +147,7 @@ class BatchTrial:
                 rehearsed = self._rehearse(request.typical[:size], brief=False)
             beside = max(beside, self._beside(rehearsed))
             profile = self._profile(rehearsed, beside)
-            plan = self._solve(profile)
+            plan = self._manager.solve_configured(profile)
         except torch.OutOfMemoryError as error:
             return BatchPoint(size, refused=f"out of memory: {str(error).splitlines()[0]}")
         except BudgetError as error:
@@ -188,13 +188,6 @@ class BatchTrial:
             raise TaskError("batch_size auto: no step of the rehearsal was timed; set batch_size to a number")
         kinds = kinds_of_batch(steps, rehearsed)
         return replace(known, kinds=kinds, transfer=manager.measure_transfer(), activation_bytes=beside)
-
-    def _solve(self, profile: Profile) -> Plan:
-        from flextensor.planning import Room, solve_configured
-
-        used = self._manager.get_gpu_memory_usage()
-        room = Room(used["weights"], used["other_weights"], used["free"], used["total"])
-        return solve_configured(profile, room, self._manager.config)
 
     def settle(self, size: int) -> Plan:
         """Put the plan for this size in force at the next step; what was measured of other sizes is forgotten."""

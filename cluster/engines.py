@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.messages import Budget, EngineState, Plans
 from flextensor.planner.plan import BudgetError, Plan
-from flextensor.planning import Room, weight_limit
 from flextensor.profile import Profile, TransferCurve
 
 if TYPE_CHECKING:
@@ -124,11 +123,7 @@ class Engines:
         own = manager.config
         if _budget_of(own) != _budget_of(self.main.config):
             budget = own.budget_bytes if own.budget_bytes is not None else own.budget_fraction
-        plan = manager.solve(budget, profile, apart=apart)
-        if budget is not None:
-            return plan
-        limit = _limit(manager, profile)
-        return plan if plan.weight_bytes + profile.other_bytes <= limit else manager.solve(limit, profile, apart=apart)
+        return manager.solve_in_room(budget, profile, apart=apart)
 
     def check(self, plans: Plans) -> None:
         """Raise BudgetError where ``plans`` do not fit the device as it is now, at every moment until each manager has
@@ -199,14 +194,6 @@ def with_wait(profile: Profile, wait: float) -> Profile:
     return profile.with_kinds(
         replace(kind, gap=(kind.gap[0] + wait, *kind.gap[1:])) if kind.gap else kind for kind in profile.kinds
     )
-
-
-def _limit(manager: OffloadManager, profile: Profile) -> int:
-    """Bytes that weights may take where no budget says so: what is free, and the configured share of the device."""
-    used, share = manager.get_gpu_memory_usage(), manager.config.max_gpu_mem_fraction
-    room = Room(used["weights"], used["other_weights"], used["free"], used["total"])
-    free = weight_limit(profile, room)
-    return free if share is None else min(free, max(int(share * room.total) - profile.activation_bytes, 0))
 
 
 def _budget_of(config: Any) -> tuple[Any, ...]:

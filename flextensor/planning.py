@@ -71,19 +71,31 @@ def configured_limit(profile: Profile, room: Room, config: OffloadConfig) -> int
         return config.budget_bytes
     if config.budget_fraction is not None:
         return share_of_weights(profile, config.budget_fraction)
-    if config.max_gpu_mem_fraction is not None:
-        return max(int(config.max_gpu_mem_fraction * room.total) - profile.activation_bytes, 0)
-    return None
+    return _share_of_device(profile, room, config)
+
+
+def _share_of_device(profile: Profile, room: Room, config: OffloadConfig) -> int | None:
+    share = config.max_gpu_mem_fraction
+    return None if share is None else max(int(share * room.total) - profile.activation_bytes, 0)
 
 
 def solve_configured(profile: Profile, room: Room, config: OffloadConfig) -> Plan:
     """The plan that the configuration asks for, within what is really free. Raises BudgetError as ``solve`` does."""
-    limit = weight_limit(profile, room)
     asked = configured_limit(profile, room, config)
-    if asked is not None:
-        return solve(profile, min(asked, limit), config)
-    plan = solve(profile, None, config)
-    return plan if plan.weight_bytes + profile.other_bytes <= limit else solve(profile, limit, config)
+    budget = None if asked is None else min(asked, weight_limit(profile, room))
+    return solve_in_room(profile, budget, room, config)
+
+
+def solve_in_room(
+    profile: Profile, budget: int | float | None, room: Room, config: OffloadConfig, *, apart: bool = False
+) -> Plan:
+    """``solve``; without a budget, weights take at most what is free and the configured share of the device."""
+    plan = solve(profile, budget, config, apart=apart)
+    limit, share = weight_limit(profile, room), _share_of_device(profile, room, config)
+    limit = limit if share is None else min(limit, share)
+    if budget is not None or plan.weight_bytes + profile.other_bytes <= limit:
+        return plan
+    return solve(profile, limit, config, apart=apart)
 
 
 def fits(plan: Plan, profile: Profile, room: Room, config: OffloadConfig) -> bool:

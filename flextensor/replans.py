@@ -58,10 +58,15 @@ class Replans(Measured):
             )
         return planning.solve(profile, budget, self.config, apart=apart)
 
-    def solve_configured(self) -> Plan:
-        """The plan that the configuration asks for, within what is really free."""
-        assert self.profile is not None
-        return planning.solve_configured(self.profile, self._room(), self.config)
+    def solve_configured(self, profile: Profile | None = None) -> Plan:
+        """The plan that the configuration asks for, within what is really free. profile: None: the manager's."""
+        profile = profile or self.profile
+        assert profile is not None
+        return planning.solve_configured(profile, self._room(), self.config)
+
+    def solve_in_room(self, budget: int | float | None, profile: Profile, *, apart: bool = False) -> Plan:
+        """``solve``; without a budget, weights take at most what is free and the configured share of the device."""
+        return planning.solve_in_room(profile, budget, self._room(), self.config, apart=apart)
 
     def _room(self) -> planning.Room:
         return planning.Room(
