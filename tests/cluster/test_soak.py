@@ -44,6 +44,9 @@ KILL_EVERY = 9.0
 FAST_LINK = 4e9
 WARM_SAMPLES = 4
 """The first samples of a process are of its start; growth is counted from here."""
+MOST_AWAY = 60.0
+"""Seconds in which a worker that was killed, its coordinator too, must work again; on a busy machine."""
+
 GROWN_BYTES = 48 << 20
 GROWN_FILES = 24
 
@@ -80,6 +83,8 @@ class Chaos:
         self.footprints: dict[tuple[str, int], Footprint] = {}
         self.most_stores = 0
         self.lasted = 0.0
+        self.longest_away = 0.0
+        self._ready_at: dict[int, float] = {}
         self.errors: list[BaseException] = []
         self._stop = threading.Event()
         self._killed_at = 0.0
@@ -125,8 +130,11 @@ class Chaos:
         """Sample every process of the run, and the segments."""
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
             status = ray.get(self.run.coordinator.status.remote(), timeout=10)
+            now = time.monotonic()
+            self.longest_away = max([self.longest_away, *(now - then for then in self._ready_at.values())])
             for state in status.workers:
                 if state.phase == "ready":
+                    self._ready_at[state.rank] = now
                     self._footprint("worker", state.pid)
         self._footprint("driver", os.getpid())
         stores = [entry for entry in list_stores("/dev/shm") if entry.namespace == "tests"]
@@ -177,6 +185,10 @@ class Chaos:
             os.kill(self.random.choice(ready).pid, signal.SIGKILL)
             self._killed_at = time.monotonic()
             self.done["kill"] += 1
+            if self.random.random() < 0.3:  # and the coordinator while that one comes back
+                time.sleep(self.random.uniform(0, 3.5))
+                ray.kill(self.run.coordinator, no_restart=False)
+                self.done["kill of both"] += 1
 
     def kill_coordinator(self) -> None:
         if self.random.random() < 0.3:
@@ -219,6 +231,7 @@ def soak(start_run: Callable[..., Run], seconds: float, seed: int, *, items_a_se
     assert answered(run) == answered(quiet), said
     assert chaos.done["kill"] >= 1 and chaos.done["replan"] >= 3 and chaos.done["link"] >= 1, said
     assert any(event["event"] == "worker_lost" for event in events_of(run))
+    assert chaos.longest_away < MOST_AWAY, f"a worker was away for {chaos.longest_away:.0f} s; {said}"
     assert chaos.most_stores <= 1, f"{chaos.most_stores} segments of one model; {said}"
     for (what, pid), footprint in chaos.footprints.items():
         grown, files = footprint.growth()
