@@ -20,12 +20,14 @@ class RoundFailed(RuntimeError):
 
 @dataclass
 class Member:
-    """A worker as the coordinator knows it. lost: why it is away ("" when it is there). seen: monotonic seconds."""
+    """A worker as the coordinator knows it. lost: why it is away ("" when it is there). seen: monotonic seconds.
+    own_changes: as many of its own plans as the run knows of."""
 
     rank: int
     handle: Any
     state: WorkerState | None = None
     seen: float = 0.0
+    own_changes: int = 0
     joined: bool = False
     lost: str = ""
     watcher: asyncio.Task[None] | None = None

@@ -48,6 +48,7 @@ class Coordinator:
         self._metrics = RunMetrics(options.namespace)
         self._roster = Roster(options, self._events, self._metrics, self._spawn)
         self._replans = Replans(options, self._roster, self._events, self._spawn, self._planned)
+        self._roster.on_own_plan = self._replans.take_up
         self._autopilot = Autopilot(options, self._roster, self._replans, self._events)
         self._energy = EnergyMeter()
         self._job = JobProgress()
@@ -191,6 +192,7 @@ class Coordinator:
         if self._roster.members.get(member.rank) is not member:
             return
         member.state, member.seen, member.joined, member.lost = state, time.monotonic(), True, ""
+        member.own_changes = state.own_changes
         history = self._replans.history
         epoch = history.latest or history.begin(state.epoch, "coordinator started again", budget)
         epoch.put(member.rank, plans, budget)

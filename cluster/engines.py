@@ -32,6 +32,7 @@ class Engines:
         self._managers: dict[str, OffloadManager] = {}
         self._stepped = name
         self._agreed: Plans = {}
+        self._own_changes: dict[str, int] = {}
         self._epoch: int | None = None
         self.budget: Budget = budget
 
@@ -59,6 +60,7 @@ class Engines:
         return {name: self._managers[name] for name in names if self._managers[name].phase == INFERENCE}
 
     def _at_boundary(self, manager: OffloadManager, step: int) -> None:
+        self._take_up_own(manager)
         self._boundary(step)
         self._stepped = manager.name
         if self._epoch is not None and manager.phase == INFERENCE and manager.name not in self._agreed:
@@ -75,6 +77,22 @@ class Engines:
             assert manager.plan is not None
             plan = manager.plan
         self._agreed = {**self._agreed, manager.name: plan}
+
+    def _take_up_own(self, manager: OffloadManager) -> None:
+        """Where memory did not suffice, the manager has a plan of its own for this step: it counts from now on, in the
+        epoch that the run is in, and so does what it takes, as the budget."""
+        if manager.own_changes == self._own_changes.get(manager.name, 0):
+            return
+        self._own_changes[manager.name] = manager.own_changes
+        plan = manager.own_plan
+        if plan is None or plan is not manager.plan_to_be:  # a round came in between
+            return
+        assert manager.profile is not None
+        self._agreed = {**self._agreed, manager.name: plan}
+        if self._epoch is not None:
+            manager.stage(plan, epoch=self._epoch)
+        if len(self._planned()) == 1:  # else it would be the others' too
+            self.budget = plan.weight_bytes + manager.profile.other_bytes
 
     # ---- plans
 
@@ -174,7 +192,7 @@ class Engines:
     def states(self) -> tuple[EngineState, ...]:
         """Each manager now, the worker's own first."""
         names = sorted(self._managers, key=lambda name: (name != self._name, name))
-        return tuple(_state_of(self._managers[name]) for name in names)
+        return tuple(_state_of(self._managers[name], self._own_changes.get(name, 0)) for name in names)
 
     def close(self) -> None:
         """Forget the managers."""
@@ -200,13 +218,15 @@ def _budget_of(config: Any) -> tuple[Any, ...]:
     return config.budget_bytes, config.budget_fraction, config.max_gpu_mem_fraction
 
 
-def _state_of(manager: OffloadManager) -> EngineState:
+def _state_of(manager: OffloadManager, own_changes: int) -> EngineState:
     plan, live = manager.plan, manager.live()
     state = EngineState(
         name=manager.name,
         phase=manager.phase,
         epoch=manager.epoch,
         refusal=manager.refusal,
+        own_changes=own_changes,
+        own_reason=manager.own_reason if own_changes else "",
         steps=live.steps,
         copied_bytes_total=live.copied_bytes_total,
         step_seconds=live.step_seconds,

@@ -42,6 +42,8 @@ class Roster:
         self._spawn = spawn
         self.members: dict[int, Member] = {}
         self.paused = False
+        self.on_own_plan: Callable[[Member, WorkerState], Coroutine[Any, Any, None]] | None = None
+        """What is to be done when a worker that has joined made a plan by itself."""
 
     def add(self, member: Member) -> None:
         """Watch a worker."""
@@ -125,6 +127,9 @@ class Roster:
                 state: WorkerState = await ask(member, lambda m: m.handle.state.remote(), silence)
                 self._find_again(member, state)
                 member.state, member.seen = state, time.monotonic()
+                if member.joined and state.own_changes > member.own_changes and self.on_own_plan is not None:
+                    member.own_changes = state.own_changes
+                    self._spawn(self.on_own_plan(member, state))
                 if member.joined and not member.lost and state.paused != self.paused:  # it was out of reach when told
                     member.handle.pause.remote(self.paused)
                 self._metrics.observe(state)

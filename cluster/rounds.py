@@ -11,6 +11,7 @@ plans when it joins again.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -30,6 +31,8 @@ from cluster.messages import (
 )
 from cluster.roster import Roster
 from cluster.solving import Budgets, Proposal, Proposals, Solver
+
+logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT = 5.0
 ANSWER_SLACK = 5.0
@@ -88,8 +91,22 @@ class Replans:
             joined = await self._roster.ask(member, lambda m: m.handle.join.remote(self._assignment(m.rank, index)))
             self.in_force().put(member.rank, joined.plans, joined.budget)
             member.joined, member.lost = True, ""
-            member.state, member.seen = state, time.monotonic()
+            member.state, member.seen, member.own_changes = state, time.monotonic(), state.own_changes
         return state, joined.refused
+
+    async def take_up(self, member: Member, state: WorkerState) -> None:
+        """A worker has made a plan by itself, since memory did not suffice: it is what the run has agreed on for it
+        from now on, also when its process is started again."""
+        async with self.one_at_a_time:
+            try:
+                plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
+            except (RayError, TimeoutError) as error:
+                logger.warning("worker %d made a plan by itself, and does not tell it: %s", member.rank, why(error))
+                member.own_changes = state.own_changes - 1  # asked again when it is next seen
+                return
+            self.in_force().put(member.rank, plans, budget)
+        weights = sum(plan.weight_bytes for plan in plans.values())
+        self._events.write("gave_way", rank=member.rank, reason=state.own_reason, budget=budget, weight_bytes=weights)
 
     def in_force(self) -> Epoch:
         """The epoch in force."""

@@ -68,11 +68,14 @@ class HostSample:
 class PlanFigures:
     """What a plan in force holds and takes: of one manager, or of a whole worker.
 
-    refusal: why the last committed plan could not be put in force (the one before is then). weight_bytes,
-    resident_bytes: on the device, weights that no plan manages included; so does total_bytes.
+    refusal: why the last committed plan could not be put in force (the one before is then). own_changes: plans that it
+    made by itself, where memory did not suffice; own_reason: why the last of them. weight_bytes, resident_bytes: on the
+    device, weights that no plan manages included; so does total_bytes.
     """
 
     refusal: str = ""
+    own_changes: int = 0
+    own_reason: str = ""
     steps: int = 0
     weight_bytes: int = 0
     resident_bytes: int = 0

@@ -347,6 +347,8 @@ def _engine_state(engines: tuple[EngineState, ...]) -> dict[str, Any]:
         "engines": engines,
         "epoch": max(one.epoch for one in engines),
         "refusal": "; ".join(refused),
+        "own_changes": sum(one.own_changes for one in engines),
+        "own_reason": "; ".join(one.own_reason for one in engines if one.own_reason),
         "step_seconds": main.step_seconds,
         "stall_seconds": main.stall_seconds,
         "compute_seconds": main.compute_seconds,

@@ -29,6 +29,9 @@ class Replans(Measured):
     hosting: Hosting
     epoch: int
     refusal: str
+    own_changes: int
+    own_reason: str
+    own_plan: Plan | None
     _edits: WeightEdits
     _lock: threading.RLock
     _from_saved_profile: bool
@@ -82,6 +85,18 @@ class Replans(Measured):
         """Put ``plan`` in force at the start of the next step (at once after the callbacks, inside one of them)."""
         with self._lock:
             self._staged = (plan, epoch)
+
+    def _stage_own(self, plan: Plan, reason: str) -> None:
+        """``stage`` a plan that nobody asked for."""
+        self.own_changes += 1
+        self.own_reason, self.own_plan = reason, plan
+        self.stage(plan)
+
+    @property
+    def plan_to_be(self) -> Plan | None:
+        """What is staged for the next step, else the plan in force."""
+        with self._lock:
+            return self.plan if self._staged is None else self._staged[0]
 
     def replan(self, budget: int | float | str | None = None, *, profile: Profile | None = None) -> Plan:
         """Solve for ``budget`` with what is measured now, and stage the plan; returns it.
@@ -178,8 +193,8 @@ class Replans(Measured):
         if planning.fits(self.plan, self.profile, self._room(), self.config):
             return
         try:
-            self.stage(self.solve_configured())
-            logger.info("a new kind of step takes %d bytes beside weights; planning anew", beyond)
+            self._stage_own(self.solve_configured(), f"a new kind of step takes {beyond} bytes beside weights")
+            logger.info("%s; planning anew", self.own_reason)
         except BudgetError as error:
             logger.warning("a new kind of step takes %d bytes beside weights, which cannot give way: %s", beyond, error)
 
@@ -193,4 +208,4 @@ class Replans(Measured):
             logger.warning("out of memory in a step, and no plan has fewer weights on the device")
             return
         logger.warning("out of memory in a step; weights take %d bytes from the next one on", plan.weight_bytes)
-        self.stage(plan)
+        self._stage_own(plan, "out of memory in a step")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from cluster.coordinator import Coordinator
 from cluster.messages import CoordinatorOptions, JobProgress, Lease, ReplanRequest, WorkerState
@@ -161,6 +162,44 @@ def test_a_worker_out_of_reach_for_a_while_is_found_again_and_told_what_it_misse
         await bench.until(lambda: not pair[1].state().paused)
         outcome = await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))
         assert outcome.committed and {change.rank for change in outcome.changes} == {0, 1}, outcome.reason
+
+    run(bench, work)
+
+
+def test_a_worker_that_ran_out_of_memory_keeps_to_what_it_could_hold(pair: list[Worker], tmp_path: Path) -> None:
+    bench = Bench(pair, tmp_path / "events.jsonl")
+    short = [True]
+
+    def run_out(module: torch.nn.Module, inputs: Any) -> None:
+        if short.pop():
+            raise torch.OutOfMemoryError("no room for activations")
+
+    async def work() -> None:
+        await bench.admit()
+        assert (await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))).committed
+        for worker in pair:
+            await asyncio.to_thread(step, worker)
+        full = pair[1].state().weight_bytes
+        hook = pair[1]._task._model.blocks[2].register_forward_pre_hook(run_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            await asyncio.to_thread(step, pair[1])
+        hook.remove()
+        await asyncio.to_thread(step, pair[1])
+        less = pair[1].state()
+        assert less.weight_bytes <= 0.75 * full + 1 and less.epoch == 2, "in the epoch that the run is in"
+        await bench.until(lambda: bool(bench.events("gave_way")))
+        told = bench.events("gave_way")[0]
+        assert told["rank"] == 1 and told["budget"] == less.weight_bytes and "out of memory" in told["reason"]
+        outcome = await bench.coordinator.replan(ReplanRequest(measure=False))
+        assert outcome.committed, outcome.reason
+        for worker in pair:
+            await asyncio.to_thread(step, worker)
+        assert [worker.state().epoch for worker in pair] == [3, 3]
+        assert pair[0].state().weight_bytes == full and pair[1].state().weight_bytes <= less.weight_bytes
+        handle = LocalHandle(pair[1])  # its process was started again: it joins on what was agreed
+        await bench.coordinator.enlist(1, handle)
+        await bench.coordinator.admit(1, handle)
+        assert pair[1].state().budget == less.weight_bytes
 
     run(bench, work)
 
