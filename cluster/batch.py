@@ -96,10 +96,8 @@ class BatchJob:
             answer: LeaseResult = ray.get(reference)
         except RayActorError as error:
             self._worker_died(slot, given, error, at_work=True)
-        except (
-            NotSetUp
-        ) as error:  # by the process after it; the oldest lease was at work before, or it came to this one
-            self._worker_died(slot, given, error, at_work=lease is not given[0])
+        except NotSetUp as error:  # by the process after it: whether a lease was at work before is not known
+            self._worker_died(slot, given, error, at_work=False)
         except RayError as error:
             cause = getattr(error, "cause", None) or error
             self._failed(lease, cause)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import time
 from collections.abc import Coroutine
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from cluster.asking import Member, why
 from cluster.autopilot import Autopilot
@@ -32,7 +31,7 @@ from cluster.messages import (
 from cluster.metrics import RunMetrics
 from cluster.roster import Roster
 from cluster.rounds import Replans
-from cluster.switching import NotSetUp
+from cluster.switching import NotSetUp, OutOfReach
 
 NAME = "coordinator"
 WORKER_PREFIX = "worker-"
@@ -48,7 +47,7 @@ class Coordinator:
         self._metrics = RunMetrics(options.namespace)
         self._roster = Roster(options, self._events, self._metrics, self._spawn)
         self._replans = Replans(options, self._roster, self._events, self._spawn, self._planned)
-        self._roster.on_own_plan = self._replans.take_up
+        self._roster.on_own_plan, self._roster.on_found = self._replans.take_up, self._readmit
         self._autopilot = Autopilot(options, self._roster, self._replans, self._events)
         self._energy = EnergyMeter()
         self._job = JobProgress()
@@ -66,9 +65,13 @@ class Coordinator:
         self._starting = True
         try:
             if self._recover:
-                await self._learn_from_workers()
+                try:
+                    await self._learn_from_workers()
+                except RayError as error:  # who is not known by then joins when it is next seen
+                    self._events.write("coordinator_error", error=f"{type(error).__name__}: {error}")
             else:
                 self._events.write("run_started", options=dataclasses.asdict(self._options))
+            self._roster.settled = True
             self._spawn(self._autopilot.run())
         finally:
             self._started.set()
@@ -82,14 +85,16 @@ class Coordinator:
     async def admit(self, rank: int, handle: Any) -> None:
         """The worker is set up; tell it what the run has agreed on. It may take leases when this returns.
 
-        Raises NotSetUp when its process is gone, or is not the one that was set up.
+        Raises NotSetUp when its process is gone, or is not the one that was set up; OutOfReach when it is not known.
         """
         await self.start()
         if rank not in self._roster.members:  # this actor was down when it was enlisted
             self._roster.add(Member(rank, handle))
         try:
             state, refused = await self._replans.admit(self._roster.members[rank])
-        except (RayActorError, NotSetUp) as error:  # a RayActorError at the caller is of this actor itself
+        except ActorUnavailableError as error:  # a RayActorError at the caller is of this actor itself
+            raise OutOfReach(f"it does not answer: {why(error)}") from None
+        except (RayActorError, NotSetUp) as error:
             raise NotSetUp(f"it died before it joined: {why(error)}") from None
         self._events.write("worker_joined", rank=rank, pid=state.pid, epoch=self._replans.epoch, refused=refused)
 
@@ -165,7 +170,7 @@ class Coordinator:
             if entry["namespace"] == namespace and name.startswith(WORKER_PREFIX):
                 with contextlib.suppress(ValueError):  # it has ended since
                     handle = ray.get_actor(name, namespace=namespace)
-                    self._roster.add(Member(int(name.removeprefix(WORKER_PREFIX)), handle))
+                    self._roster.add(Member(int(name.removeprefix(WORKER_PREFIX)), handle, learned=True))
         await asyncio.gather(*(self._learn_from(member) for member in list(self._roster.members.values())))
         joined = self._roster.states()
         self._replans.epoch = max((state.epoch for state in joined), default=0)
@@ -182,25 +187,23 @@ class Coordinator:
             if state.phase != "ready":
                 return
             plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
-        except (RayActorError, NotSetUp) as error:  # the driver sets it up again
-            self._roster.mark_lost(member, why(error))
+        except (RayError, TimeoutError, NotSetUp) as error:
+            self._roster.mark_lost(member, why(error))  # it is found again; or the driver sets it up again
             return
-        except (RayError, TimeoutError) as error:
-            self._roster.mark_lost(member, why(error))
-            self._spawn(self._learn_later(member))
-            return
-        if self._roster.members.get(member.rank) is not member:
-            return
-        member.state, member.seen, member.joined, member.lost = state, time.monotonic(), True, ""
-        member.own_changes = state.own_changes
+        self._roster.join(member, state)
         history = self._replans.history
         epoch = history.latest or history.begin(state.epoch, "coordinator started again", budget)
         epoch.put(member.rank, plans, budget)
 
-    async def _learn_later(self, member: Member) -> None:
-        await asyncio.sleep(self._options.poll)
-        if self._roster.members.get(member.rank) is member and not member.joined:
-            await self._learn_from(member)
+    async def _readmit(self, member: Member) -> None:
+        """A worker that was out of reach answers again: it takes what the run has agreed on meanwhile, and was told to
+        do."""
+        was = member.lost
+        try:
+            state, refused = await self._replans.admit(member)
+        except (RayError, TimeoutError, NotSetUp):
+            return  # it is looked for again, unless the driver sets it up again
+        self._events.write("worker_found", rank=member.rank, pid=state.pid, was=was, refused=refused)
 
     # ---- small things
 

@@ -60,8 +60,8 @@ class Engines:
         return {name: self._managers[name] for name in names if self._managers[name].phase == INFERENCE}
 
     def _at_boundary(self, manager: OffloadManager, step: int) -> None:
-        self._take_up_own(manager)
         self._boundary(step)
+        self._take_up_own(manager)
         self._stepped = manager.name
         if self._epoch is not None and manager.phase == INFERENCE and manager.name not in self._agreed:
             self._follow(manager, self._epoch)

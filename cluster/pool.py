@@ -15,19 +15,21 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError
 
 from cluster.messages import Item, Lease, WorkerState
-from cluster.switching import NotSetUp
+from cluster.switching import NotSetUp, OutOfReach
 
 logger = logging.getLogger(__name__)
 
-LIVES_WITHOUT_WORK = 6
-"""A worker that fails this often without finishing one lease in between is given up. Calls while Ray starts the process
-again fail too, so one death counts up to twice."""
+LIVES_WITHOUT_WORK = 4
+"""A worker that dies this often without finishing one lease in between is given up."""
+
+AT_ONCE = 2.0
+"""Seconds within which a call fails that Ray has no process for yet: no other death."""
 
 PATIENCE = 60.0
 """Seconds in which Ray may find a GPU for a worker whose node is gone (another node, or that one again)."""
 
-COORDINATOR_PATIENCE = 20.0
-"""Seconds in which a coordinator whose process is gone is asked again; the job does not stop for it."""
+JOIN_PATIENCE = 20.0
+"""Seconds in which a coordinator is asked again whose process is gone, or who does not reach the worker."""
 
 ASK_AGAIN = 1.0
 JOIN_TIMEOUT = 120.0
@@ -47,7 +49,8 @@ class NoWorkers(RuntimeError):
 class Slot:
     """One rank. phase: ``starting``, ``held``, ``joining``, ``ready`` or ``given up``. setup: the answer that it waits
     for before it takes leases: its own while it starts, the coordinator's while it joins. in_flight: its leases in the
-    order in which it was given them, by the reference of the answer. joining_since, ask_at: monotonic seconds."""
+    order in which it was given them, by the reference of the answer. begun, lost_at, joining_since, ask_at: monotonic
+    seconds."""
 
     rank: int
     handle: Any
@@ -55,6 +58,7 @@ class Slot:
     setup: Any = None
     in_flight: dict[Any, Lease] = field(default_factory=dict)
     deaths: int = 0
+    begun: float = 0.0
     lost_at: float = 0.0
     joining_since: float = 0.0
     ask_at: float = 0.0
@@ -84,7 +88,7 @@ class WorkerPool:
             self._begin(slot)
 
     def _begin(self, slot: Slot) -> None:
-        slot.phase = "starting"
+        slot.phase, slot.begun = "starting", time.monotonic()
         self.coordinator.enlist.remote(slot.rank, slot.handle)
         slot.setup = slot.handle.setup.remote(self._sample)
 
@@ -168,9 +172,11 @@ class WorkerPool:
             ray.get(reference)
         except NotSetUp as error:
             self.lost(slot, error)
-        except ActorUnavailableError as error:
-            if time.monotonic() - slot.joining_since < COORDINATOR_PATIENCE:
-                slot.ask_at = time.monotonic() + ASK_AGAIN  # Ray starts it again
+        except (ActorUnavailableError, OutOfReach) as error:  # the coordinator's process, or the worker's
+            if time.monotonic() - slot.joining_since < JOIN_PATIENCE:
+                slot.ask_at = time.monotonic() + ASK_AGAIN
+            elif isinstance(error, OutOfReach):
+                self.lost(slot, error)
             else:
                 self._joined(slot, but=first_line(error))
         except RayError as error:
@@ -184,20 +190,23 @@ class WorkerPool:
             logger.warning("worker %d works without the coordinator: %s", slot.rank, but)
         self._warn()
 
-    def lost(self, slot: Slot, error: RayActorError | NotSetUp) -> None:
+    def lost(self, slot: Slot, error: RayActorError | NotSetUp | OutOfReach) -> None:
         """The worker's process is gone: set up Ray's new one, or make one where Ray has given up."""
+        now = time.monotonic()
         if slot.phase == "starting" and slot.setup is not None:
             return
-        slot.deaths += 1
-        if slot.deaths == 1:
-            slot.lost_at = time.monotonic()
-        awaited = isinstance(error, ActorUnavailableError) and time.monotonic() - slot.lost_at < PATIENCE
+        waits = slot.phase == "starting" and now - slot.begun < AT_ONCE and isinstance(error, ActorUnavailableError)
+        if not waits:
+            slot.deaths += 1
+        if not waits or not slot.lost_at:
+            slot.lost_at = now
+        awaited = waits and now - slot.lost_at < PATIENCE
         self.coordinator.lose.remote(slot.rank, first_line(error))
         logger.warning("worker %d is gone (%s)", slot.rank, first_line(error))
-        if slot.deaths >= LIVES_WITHOUT_WORK and not awaited:
+        if (waits and not awaited) or slot.deaths >= LIVES_WITHOUT_WORK:
             self._give_up(slot, error)
             return
-        if not isinstance(error, ActorUnavailableError | NotSetUp) or isinstance(error, ActorDiedError):
+        if not isinstance(error, ActorUnavailableError | NotSetUp | OutOfReach) or isinstance(error, ActorDiedError):
             ray.kill(slot.handle)  # so that its name is free, whatever Ray still thinks of it
             slot.handle = self._make(slot.rank)
         self._begin(slot)

@@ -42,6 +42,10 @@ class Roster:
         self._spawn = spawn
         self.members: dict[int, Member] = {}
         self.paused = False
+        self.settled = False
+        """What the run has agreed on is known: from the beginning, or once it was learned from the workers."""
+        self.on_found: Callable[[Member], Coroutine[Any, Any, None]] | None = None
+        """What is to be done when a worker that was away answers, and its process is the one that was set up."""
         self.on_own_plan: Callable[[Member, WorkerState], Coroutine[Any, Any, None]] | None = None
         """What is to be done when a worker that has joined made a plan by itself."""
 
@@ -89,6 +93,12 @@ class Roster:
         longest = max((longest_between_boundaries(state) for state in self.states()), default=0.0)
         return max(self._options.prepare_timeout, BOUNDARY_PATIENCE * longest)
 
+    def join(self, member: Member, state: WorkerState) -> None:
+        """The worker takes part in rounds from now on, unless it was dismissed or replaced meanwhile."""
+        if self.members.get(member.rank) is member:
+            member.state, member.seen, member.incarnation = state, time.monotonic(), state.incarnation
+            member.own_changes, member.joined, member.lost = state.own_changes, True, ""
+
     def mark_lost(self, member: Member, reason: str) -> None:
         """A worker's process is gone."""
         if not member.lost:
@@ -125,13 +135,9 @@ class Roster:
             silence = hang_after(member.state, self._options.hang)
             try:
                 state: WorkerState = await ask(member, lambda m: m.handle.state.remote(), silence)
-                self._find_again(member, state)
                 member.state, member.seen = state, time.monotonic()
-                if member.joined and state.own_changes > member.own_changes and self.on_own_plan is not None:
-                    member.own_changes = state.own_changes
-                    self._spawn(self.on_own_plan(member, state))
-                if member.joined and not member.lost and state.paused != self.paused:  # it was out of reach when told
-                    member.handle.pause.remote(self.paused)
+                if self.settled:
+                    self._reconcile(member, state)
                 self._metrics.observe(state)
                 limit = hang_after(state, self._options.hang)
                 if state.busy_seconds > limit and not self.paused:
@@ -144,12 +150,27 @@ class Roster:
                 self._restart(member, f"silent for {silence:.0f} s")
             await asyncio.sleep(self._options.poll)
 
-    def _find_again(self, member: Member, state: WorkerState) -> None:
-        """A worker that was out of reach, and whose process is the one that had joined, has not been away."""
-        same = member.state is not None and member.state.incarnation == state.incarnation
-        if member.lost and member.joined and same and member.state is not None:
-            self._events.write("worker_found", rank=member.rank, was=member.lost)
-            member.lost = ""
+    def _reconcile(self, member: Member, state: WorkerState) -> None:
+        """What a worker has missed while it was out of reach, and what it has done by itself."""
+        if member.lost:
+            known = member.learned or member.incarnation == state.incarnation
+            if known and state.phase == "ready" and not member.returning and self.on_found is not None:
+                member.returning = True
+                self._spawn(self._bring_back(member, self.on_found))
+            elif not member.incarnation:
+                member.lost = ""  # it is being started, and will be admitted
+        elif member.joined:
+            if state.own_changes > member.own_changes and self.on_own_plan is not None:
+                member.own_changes = state.own_changes
+                self._spawn(self.on_own_plan(member, state))
+            if state.paused != self.paused:
+                member.handle.pause.remote(self.paused)
+
+    async def _bring_back(self, member: Member, work: Callable[[Member], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await work(member)
+        finally:
+            member.returning = False
 
     def _restart(self, member: Member, reason: str) -> None:
         self.mark_lost(member, reason)

@@ -84,14 +84,15 @@ class Replans:
         """A worker is set up: it takes what the run has agreed on. Its state before, and why it did not ("")."""
         async with self.one_at_a_time:
             state: WorkerState = await self._roster.ask(member, lambda m: m.handle.state.remote())
+            if member.learned:
+                self.epoch = max(self.epoch, state.epoch)
             if self.history.latest is None:
-                self.epoch = state.epoch
+                self.epoch = max(self.epoch, state.epoch)
                 self.history.begin(self.epoch, "first plans", state.budget)
             index = await self._index_in_group(member)
             joined = await self._roster.ask(member, lambda m: m.handle.join.remote(self._assignment(m.rank, index)))
             self.in_force().put(member.rank, joined.plans, joined.budget)
-            member.joined, member.lost = True, ""
-            member.state, member.seen, member.own_changes = state, time.monotonic(), state.own_changes
+            self._roster.join(member, state)
         return state, joined.refused
 
     async def take_up(self, member: Member, state: WorkerState) -> None:

@@ -26,6 +26,10 @@ class NotSetUp(Refused):
     """The worker's process is new: the one that was set up has died, and nobody has set up this one."""
 
 
+class OutOfReach(Refused):
+    """The worker does not answer just now: it is being started again, or its node is not reached."""
+
+
 @dataclass(frozen=True)
 class _Staged:
     """What a worker stands prepared for."""

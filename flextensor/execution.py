@@ -49,8 +49,7 @@ class Execution:
         self._other_bytes = other_bytes
         self.copy_stream = device.new_stream()
         self.memory = DeviceWeights(self.table, device, self.copy_stream)
-        self.homeless = False
-        """True while not even the smallest plan has room: all weights are on the host, and no unit can run."""
+        self._homeless = False
         device.synchronize()  # the allocator may give memory that kernels of before still use
         self.loader = self.fetch_on_demand()
 
@@ -58,6 +57,12 @@ class Execution:
     def plan(self) -> Plan:
         """What the loader executes."""
         return self.loader.plan
+
+    @property
+    def homeless(self) -> bool:
+        """No plan is in force, so that no unit can run: not even the smallest has room, and all weights are on the
+        host; or a change of plans was interrupted twice."""
+        return self._homeless or self.memory.unfinished
 
     @property
     def unforeseen(self) -> int:
@@ -160,9 +165,9 @@ class Execution:
                 logger.warning("no room for the plan before (%d bytes of weights): %s", wanted.weight_bytes, error)
                 continue
             self.rebuild(wanted)
-            self.homeless = False
+            self._homeless = False
             return wanted
-        self.homeless = True
+        self._homeless = True
         return None
 
     def take_place(self) -> Plan:

@@ -75,11 +75,11 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
         self.plan: Plan | None = None
         self.profile: Profile | None = None
         self.refusal = ""
+        """Why the last staged plan was not put in force; empty when it was."""
         self.own_changes = 0
         """Plans that nobody asked for, made where memory did not suffice; the last one's reason, and itself:"""
         self.own_reason = ""
         self.own_plan: Plan | None = None
-        """Why the last staged plan was not put in force; empty when it was."""
         self._selection = selection
         self._compile_fn = compile_fn
         self._weights = hosting.managed

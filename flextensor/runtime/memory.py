@@ -36,7 +36,8 @@ class WeightTable:
         self.store = store
         self._forms = [(w.tensor.dtype, tuple(w.tensor.shape), tuple(w.tensor.stride())) for w in weights]
         with torch.inference_mode(False):  # of the same form, for who asks for that meanwhile
-            self._nothing = [torch.empty((), dtype=dtype).expand(shape) for dtype, shape, _ in self._forms]
+            forms = self._forms
+            self._nothing = [torch.empty((), dtype=dtype, device="cpu").expand(shape) for dtype, shape, _ in forms]
 
     def source(self, index: int) -> torch.Tensor:
         """The host bytes of a weight."""
@@ -54,8 +55,11 @@ class WeightTable:
         weight.in_slot = in_slot
 
     def let_go(self, index: int) -> None:
-        """Give device memory back where the weight is bound again before anyone reads it: cheaper than ``unbind``."""
-        self.weights[index].tensor.data = self._nothing[index]
+        """Give device memory back where the weight is bound again before anyone reads it: cheaper than ``unbind``. Its
+        value is in the host store meanwhile."""
+        weight = self.weights[index]
+        weight.in_slot = True
+        weight.tensor.data = self._nothing[index]
 
     def unbind(self, index: int) -> None:
         """Point the weight at its host bytes."""
@@ -75,6 +79,8 @@ class DeviceWeights:
         self._arena: torch.Tensor | None = None
         self._streamed: dict[int, int] = {}
         self._to_bind: list[int] = []
+        self.unfinished = False
+        """A layout was begun and its weights are not all bound, nor on the host: nothing may be computed."""
         self.copied_bytes = 0
 
     @property
@@ -106,6 +112,9 @@ class DeviceWeights:
         The caller has made the device idle. Old memory is given up before new is taken, so that no peak exceeds the
         larger plan. Raises torch.OutOfMemoryError, all weights being on the host then.
         """
+        if self.unfinished:  # a Ctrl-C came in the midst of the one before
+            self.clear()
+        self.unfinished = True
         before = self.nbytes
         stay = self._arena is not None and self._arena.numel() == plan.arena_bytes
         self._let_go((index for index in self._streamed if not (stay and index in plan.offsets)), plan)
@@ -131,7 +140,7 @@ class DeviceWeights:
     def bind(self) -> None:
         """Point weights at their place in the layout, where they do not yet: behind the copies, which go on."""
         self._bind_home(self._to_bind)
-        self._to_bind = []
+        self._to_bind, self.unfinished = [], False
 
     def _keep_residents(self, plan: Plan, most: int) -> tuple[list[int], list[int]]:
         """Let go of what is no longer resident and close the holes; returns whose bytes are to come from the host, and
@@ -229,4 +238,5 @@ class DeviceWeights:
         self._streamed, self._to_bind = {}, []
         self._residents.clear()
         self._arena = None
+        self.unfinished = False
         self.device.release_cached()

@@ -16,7 +16,8 @@ import torch
 from cluster.coordinator import Coordinator
 from cluster.messages import CoordinatorOptions, JobProgress, Lease, ReplanRequest, WorkerState
 from cluster.roster import hang_after, longest_between_boundaries
-from cluster.worker import NotSetUp, Worker
+from cluster.switching import NotSetUp, OutOfReach
+from cluster.worker import Worker
 from tests.cluster.local_handles import LocalHandle
 from tests.cluster.test_worker import start_of
 
@@ -115,6 +116,10 @@ def test_a_live_worker_that_refuses_to_catch_up_is_not_taken_for_dead(
     assert len({worker.state().weight_bytes for worker in pair}) == 1
 
 
+def no_answer(method: str) -> None:
+    raise ray.exceptions.ActorUnavailableError("no answer", None)
+
+
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_worker_that_died_before_it_joined_is_to_be_set_up_again(
     pair: list[Worker], tmp_path: Path, gone: bool
@@ -123,7 +128,7 @@ def test_a_worker_that_died_before_it_joined_is_to_be_set_up_again(
 
     def befalls(method: str) -> None:
         if method == "join" and gone:
-            raise ray.exceptions.ActorUnavailableError("no answer", None)
+            raise ray.exceptions.ActorDiedError
         if method == "join":  # Ray has started it again
             pair[1]._phase = "starting"
 
@@ -133,6 +138,11 @@ def test_a_worker_that_died_before_it_joined_is_to_be_set_up_again(
         await bench.coordinator.enlist(1, handle)
         with pytest.raises(NotSetUp, match="died before it joined"):
             await bench.coordinator.admit(1, handle)
+        if gone:
+            lost = LocalHandle(pair[1], no_answer)
+            await bench.coordinator.enlist(1, lost)
+            with pytest.raises(OutOfReach):
+                await bench.coordinator.admit(1, lost)
         assert [e["rank"] for e in bench.events("worker_joined")] == [0, 1], "once each, before"
 
     run(bench, work)
@@ -146,7 +156,7 @@ def test_a_worker_out_of_reach_for_a_while_is_found_again_and_told_what_it_misse
 
     def befalls(method: str) -> None:
         if unreachable:
-            raise ray.exceptions.ActorUnavailableError("no answer", None)
+            no_answer(method)
 
     async def work() -> None:
         nonlocal unreachable
@@ -164,6 +174,74 @@ def test_a_worker_out_of_reach_for_a_while_is_found_again_and_told_what_it_misse
         assert outcome.committed and {change.rank for change in outcome.changes} == {0, 1}, outcome.reason
 
     run(bench, work)
+
+
+def test_a_worker_that_a_commit_did_not_reach_takes_the_plan_when_it_is_found(
+    pair: list[Worker], tmp_path: Path
+) -> None:
+    bench = Bench(pair, tmp_path / "events.jsonl")
+    unreachable = False
+
+    def befalls(method: str) -> None:
+        nonlocal unreachable
+        unreachable = unreachable or (method == "commit" and not bench.events("commit_unanswered"))
+        if unreachable:
+            no_answer(method)
+
+    async def work() -> None:
+        nonlocal unreachable
+        await bench.admit({1: befalls})
+        assert (await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))).committed
+        await bench.until(lambda: bool(bench.events("worker_lost")))
+        unreachable = False
+        await bench.until(lambda: bool(bench.events("worker_found")))
+        for worker in pair:
+            await asyncio.to_thread(step, worker)
+        assert [worker.state().epoch for worker in pair] == [2, 2]
+        assert len({worker.state().weight_bytes for worker in pair}) == 1
+
+    run(bench, work)
+
+
+def test_a_coordinator_started_again_keeps_a_pause_and_learns_of_a_late_worker_later(
+    pair: list[Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, bench = (Bench(pair, tmp_path / f"events-{at}.jsonl") for at in range(2))
+    late = True
+    handles = {
+        "worker-0": LocalHandle(pair[0]),
+        "worker-1": LocalHandle(pair[1], lambda method: no_answer(method) if late else None),
+    }
+    named = [{"name": name, "namespace": "unit"} for name in [*handles, "worker-2"]]
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: named)
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: handles.get(name) or ray_has_none(name))
+
+    async def before() -> None:
+        await first.admit()
+        assert (await first.coordinator.replan(ReplanRequest(budget=0.9, measure=False))).committed
+        assert await first.coordinator.pause(True) == 2
+
+    async def work() -> None:
+        nonlocal late
+        coordinator = bench.coordinator
+        coordinator._recover = True
+        pair[1].pause(False)  # it was told otherwise, and then the coordinator died
+        assert (await coordinator.status()).paused
+        await asyncio.sleep(0.3)  # some looks at the workers
+        assert pair[0].state().paused and (await coordinator.status()).paused
+        late = False
+        await bench.until(lambda: bool(bench.events("worker_found")))
+        await bench.until(lambda: pair[1].state().paused)
+        assert await coordinator.pause(False) == 2
+        outcome = await coordinator.replan(ReplanRequest(budget=0.8, measure=False))
+        assert outcome.committed and {change.rank for change in outcome.changes} == {0, 1}, outcome.reason
+
+    run(first, before)
+    run(bench, work)
+
+
+def ray_has_none(name: str) -> Any:
+    raise ValueError(f"no actor {name}")
 
 
 def test_a_worker_that_ran_out_of_memory_keeps_to_what_it_could_hold(pair: list[Worker], tmp_path: Path) -> None:

@@ -206,3 +206,36 @@ def test_a_resident_weight_written_just_before_a_replan_keeps_what_was_written(p
         model.layers[1].up.weight.add_(0.25)  # resident until the next step begins
     one.run(3)
     one.same_state()
+
+
+@pytest.mark.parametrize("first", ["bind", "_keep_residents", "_fill"])
+def test_state_of_forward_survives_a_replan_and_its_undoing_both_interrupted(
+    pair: MakePair, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    one = pair(Counters(), noise(2, 64), resident_below_bytes=1, budget=0.95, under_model=False, exact=False)
+    one.to_inference()
+    one.replan(1.0)
+    one.run(3)
+    execution = one.manager._execution
+    hits: list[str] = []
+
+    def interrupted(*arguments: object) -> None:
+        hits.append(first)
+        monkeypatch.setattr(one.manager.device, "synchronize", again)
+        raise KeyboardInterrupt
+
+    def again() -> None:
+        hits.append("synchronize")
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(execution.memory, first, interrupted)
+    plan = one.manager.solve(one.least())
+    one.manager.stage(plan)
+    with pytest.raises(KeyboardInterrupt):
+        one.model(*one.arguments())
+    assert hits == [first, "synchronize"]
+    one.same_state()
+    one.run(2)
+    assert one.manager.plan is plan
+    one.same_state()
