@@ -96,6 +96,9 @@ def status_view(status: RunStatus) -> RenderableType:
             + (f"; host memory for weights: {words.size(weights)}" if weights else "")
         ),
     ]
+    for state in status.workers:
+        for what, reason in (("refused a plan", state.refusal), ("planned by itself", state.own_reason)):
+            lines += [Text(f"worker {state.rank} {what}: {reason}", style="yellow")] if reason else []
     lines += [Text(missing, style="yellow") for missing in status.missing]
     return Group(*lines)
 

@@ -13,8 +13,9 @@ from flextensor.planner.plan import Prediction
 from launch.status import status_json, status_view
 
 
-def status(**more: object) -> RunStatus:
+def status(own_reason: str = "", **more: object) -> RunStatus:
     state = WorkerState(
+        own_reason=own_reason,
         rank=0,
         incarnation=1,
         pid=1,
@@ -41,6 +42,11 @@ def test_the_table_tells_the_link_against_its_own_rate_and_joules_an_item() -> N
     text = shown(status())
     assert "1.50/2" in text and "12.3 J an item" in text
     assert "J an item" not in shown(status(joules_an_item=None)), "where no counter is, nothing is made up"
+
+
+def test_a_plan_that_nobody_asked_for_is_told_with_its_reason() -> None:
+    assert "worker 0 planned by itself: out of memory in a step" in shown(status("out of memory in a step"))
+    assert "planned by itself" not in shown(status())
 
 
 def test_the_json_has_the_derived_figures() -> None:
