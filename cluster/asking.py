@@ -21,15 +21,16 @@ class RoundFailed(RuntimeError):
 @dataclass
 class Member:
     """A worker as the coordinator knows it. lost: why it is away ("" when it is there). seen: monotonic seconds.
-    incarnation: the process that joined. learned: it was there before this coordinator's process. own_changes: as many
-    of its own plans as the run knows of. returning: it is being told what it has missed."""
+    incarnation: the process that joined. set_up: it works, but has not joined: it was there before this coordinator's
+    own process, or did not answer. own_changes: as many of its own plans as the run knows of. returning: it is being
+    told what it has missed."""
 
     rank: int
     handle: Any
     state: WorkerState | None = None
     seen: float = 0.0
     incarnation: int = 0
-    learned: bool = False
+    set_up: bool = False
     own_changes: int = 0
     returning: bool = False
     joined: bool = False

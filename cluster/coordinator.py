@@ -31,10 +31,11 @@ from cluster.messages import (
 from cluster.metrics import RunMetrics
 from cluster.roster import Roster
 from cluster.rounds import Replans
-from cluster.switching import NotSetUp, OutOfReach
+from cluster.switching import NotSetUp, OutOfReach, Refused
 
 NAME = "coordinator"
 WORKER_PREFIX = "worker-"
+LEARN_ATTEMPTS = 20
 
 
 class Coordinator:
@@ -65,10 +66,7 @@ class Coordinator:
         self._starting = True
         try:
             if self._recover:
-                try:
-                    await self._learn_from_workers()
-                except RayError as error:  # who is not known by then joins when it is next seen
-                    self._events.write("coordinator_error", error=f"{type(error).__name__}: {error}")
+                await self._learn_from_workers()
             else:
                 self._events.write("run_started", options=dataclasses.asdict(self._options))
             self._roster.settled = True
@@ -90,12 +88,17 @@ class Coordinator:
         await self.start()
         if rank not in self._roster.members:  # this actor was down when it was enlisted
             self._roster.add(Member(rank, handle))
+        member = self._roster.members[rank]
         try:
-            state, refused = await self._replans.admit(self._roster.members[rank])
+            state, refused = await self._replans.admit(member)
         except ActorUnavailableError as error:  # a RayActorError at the caller is of this actor itself
             raise OutOfReach(f"it does not answer: {why(error)}") from None
         except (RayActorError, NotSetUp) as error:
             raise NotSetUp(f"it died before it joined: {why(error)}") from None
+        except TimeoutError:
+            member.set_up = True  # it works on its own plan, and joins when it answers again
+            self._roster.mark_lost(member, "it did not answer when it was to join")
+            raise
         self._events.write("worker_joined", rank=rank, pid=state.pid, epoch=self._replans.epoch, refused=refused)
 
     async def lose(self, rank: int, reason: str) -> None:
@@ -165,12 +168,12 @@ class Coordinator:
     async def _learn_from_workers(self) -> None:
         """The run's state is what the workers say."""
         namespace = self._options.namespace
-        for entry in ray.util.list_named_actors(all_namespaces=True):
+        for entry in await self._named_actors():
             name = entry["name"]
             if entry["namespace"] == namespace and name.startswith(WORKER_PREFIX):
                 with contextlib.suppress(ValueError):  # it has ended since
                     handle = ray.get_actor(name, namespace=namespace)
-                    self._roster.add(Member(int(name.removeprefix(WORKER_PREFIX)), handle, learned=True))
+                    self._roster.add(Member(int(name.removeprefix(WORKER_PREFIX)), handle, set_up=True))
         await asyncio.gather(*(self._learn_from(member) for member in list(self._roster.members.values())))
         joined = self._roster.states()
         self._replans.epoch = max((state.epoch for state in joined), default=0)
@@ -180,6 +183,15 @@ class Coordinator:
         if any(state.epoch != self._replans.epoch for state in joined):
             # It died between two commits, or a worker has not run a step since: one round puts all on one epoch.
             self._spawn(self.replan(ReplanRequest(measure=False, reason="workers disagreed on the epoch")))
+
+    async def _named_actors(self) -> list[dict[str, str]]:
+        for _ in range(LEARN_ATTEMPTS):
+            try:
+                return list(ray.util.list_named_actors(all_namespaces=True))
+            except RayError as error:
+                self._events.write("coordinator_error", error=f"{type(error).__name__}: {error}")
+                await asyncio.sleep(self._options.poll)
+        return []
 
     async def _learn_from(self, member: Member) -> None:
         try:
@@ -200,8 +212,8 @@ class Coordinator:
         do."""
         was = member.lost
         try:
-            state, refused = await self._replans.admit(member)
-        except (RayError, TimeoutError, NotSetUp):
+            state, refused = await self._replans.admit(member, again=True)
+        except (RayError, TimeoutError, Refused):
             return  # it is looked for again, unless the driver sets it up again
         self._events.write("worker_found", rank=member.rank, pid=state.pid, was=was, refused=refused)
 

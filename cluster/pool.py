@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 LIVES_WITHOUT_WORK = 4
 """A worker that dies this often without finishing one lease in between is given up."""
 
-AT_ONCE = 2.0
-"""Seconds within which a call fails that Ray has no process for yet: no other death."""
+AT_ONCE = 5.0
+"""Seconds within which a call fails that Ray has no process for yet (2 s, measured): no other death."""
 
 PATIENCE = 60.0
 """Seconds in which Ray may find a GPU for a worker whose node is gone (another node, or that one again)."""

@@ -153,11 +153,11 @@ class Roster:
     def _reconcile(self, member: Member, state: WorkerState) -> None:
         """What a worker has missed while it was out of reach, and what it has done by itself."""
         if member.lost:
-            known = member.learned or member.incarnation == state.incarnation
+            known = member.set_up or member.incarnation == state.incarnation
             if known and state.phase == "ready" and not member.returning and self.on_found is not None:
                 member.returning = True
                 self._spawn(self._bring_back(member, self.on_found))
-            elif not member.incarnation:
+            elif not member.incarnation and not member.returning:
                 member.lost = ""  # it is being started, and will be admitted
         elif member.joined:
             if state.own_changes > member.own_changes and self.on_own_plan is not None:

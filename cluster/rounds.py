@@ -23,7 +23,9 @@ from cluster.events import EventLog
 from cluster.history import Epoch, PlanHistory
 from cluster.messages import (
     Assignment,
+    Budget,
     CoordinatorOptions,
+    Plans,
     ReplanOutcome,
     ReplanRequest,
     WorkerChange,
@@ -80,16 +82,22 @@ class Replans:
                 return ReplanOutcome(False, self.epoch, f"epoch {only_from} is over")
             return await self._rollback(reason)
 
-    async def admit(self, member: Member) -> tuple[WorkerState, str]:
-        """A worker is set up: it takes what the run has agreed on. Its state before, and why it did not ("")."""
+    async def admit(self, member: Member, *, again: bool = False) -> tuple[WorkerState, str]:
+        """A worker is set up: it takes what the run has agreed on. Its state before, and why it did not ("").
+
+        again: it was out of reach, and perhaps is in the midst of a step, whose number it knows.
+        """
         async with self.one_at_a_time:
             state: WorkerState = await self._roster.ask(member, lambda m: m.handle.state.remote())
-            if member.learned:
+            if member.set_up:
                 self.epoch = max(self.epoch, state.epoch)
             if self.history.latest is None:
                 self.epoch = max(self.epoch, state.epoch)
                 self.history.begin(self.epoch, "first plans", state.budget)
-            index = await self._index_in_group(member)
+            if again and state.own_changes > member.own_changes and state.epoch == self.epoch:
+                plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
+                self._put_own(member, state, plans, budget)
+            index = None if again else await self._index_in_group(member)
             joined = await self._roster.ask(member, lambda m: m.handle.join.remote(self._assignment(m.rank, index)))
             self.in_force().put(member.rank, joined.plans, joined.budget)
             self._roster.join(member, state)
@@ -105,7 +113,10 @@ class Replans:
                 logger.warning("worker %d made a plan by itself, and does not tell it: %s", member.rank, why(error))
                 member.own_changes = state.own_changes - 1  # asked again when it is next seen
                 return
-            self.in_force().put(member.rank, plans, budget)
+            self._put_own(member, state, plans, budget)
+
+    def _put_own(self, member: Member, state: WorkerState, plans: Plans, budget: Budget) -> None:
+        self.in_force().put(member.rank, plans, budget)
         weights = sum(plan.weight_bytes for plan in plans.values())
         self._events.write("gave_way", rank=member.rank, reason=state.own_reason, budget=budget, weight_bytes=weights)
 

@@ -156,6 +156,7 @@ class Execution:
         What was half laid out is laid out anew. With nothing in force all weights are on the host; ``take_place`` tries
         again.
         """
+        self.layout_serial += 1
         self.device.synchronize()  # copies into the new layout may be under way
         for wanted in (plan, self.on_demand_plan(keep_unread=bool(plan.visits))):
             try:

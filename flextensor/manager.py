@@ -280,6 +280,8 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
         for callback in list(self._callbacks):
             callback(index)
         if self.device.is_capturing():
+            if self._execution.homeless:
+                raise OffloadError("no plan is in force for want of memory: call the model once, then capture")
             self._refuse_edits_in_a_capture()
             graphs.note_capture(self._execution)
         else:

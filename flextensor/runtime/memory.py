@@ -234,6 +234,7 @@ class DeviceWeights:
 
     def clear(self) -> None:
         """All weights back to the host; no device memory kept. The caller has made the device idle."""
+        self.unfinished = True
         self._unbind(range(len(self.table.weights)))
         self._streamed, self._to_bind = {}, []
         self._residents.clear()

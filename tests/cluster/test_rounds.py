@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,49 @@ def test_a_worker_that_a_commit_did_not_reach_takes_the_plan_when_it_is_found(
             await asyncio.to_thread(step, worker)
         assert [worker.state().epoch for worker in pair] == [2, 2]
         assert len({worker.state().weight_bytes for worker in pair}) == 1
+
+    run(bench, work)
+
+
+def test_a_worker_that_does_not_answer_in_time_joins_when_it_answers(pair: list[Worker], tmp_path: Path) -> None:
+    bench = Bench(pair, tmp_path / "events.jsonl", commit_timeout=0.5)
+    slow = [True]
+
+    def befalls(method: str) -> None:
+        if method == "join" and slow and slow.pop():
+            time.sleep(1.0)
+
+    async def work() -> None:
+        with pytest.raises(TimeoutError):
+            await bench.admit({1: befalls})
+        assert [event["rank"] for event in bench.events("worker_joined")] == [0]
+        await bench.until(lambda: bool(bench.events("worker_found")))
+        outcome = await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))
+        assert outcome.committed and {change.rank for change in outcome.changes} == {0, 1}, outcome.reason
+
+    run(bench, work)
+
+
+def test_a_worker_that_is_found_keeps_its_own_plan_and_its_count_of_steps(pair: list[Worker], tmp_path: Path) -> None:
+    bench = Bench(pair, tmp_path / "events.jsonl", lockstep=((0, 1),))
+    unreachable = False
+
+    async def work() -> None:
+        nonlocal unreachable
+        await bench.admit({1: lambda method: no_answer(method) if unreachable else None})
+        assert (await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))).committed
+        for worker, steps in zip(pair, (3, 5), strict=True):  # the second is in the midst of a step, so to say
+            await asyncio.to_thread(step, worker, steps)
+        full = pair[1].state().weight_bytes
+        unreachable = True
+        await bench.until(lambda: bool(bench.events("worker_lost")))
+        pair[1]._manager._give_way()
+        await asyncio.to_thread(step, pair[1])
+        unreachable = False
+        await bench.until(lambda: bool(bench.events("worker_found")))
+        await asyncio.to_thread(step, pair[1])
+        assert pair[1].state().weight_bytes < full and pair[1].state().step_index == 7
+        assert [event["rank"] for event in bench.events("gave_way")] == [1]
 
     run(bench, work)
 
