@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,8 +48,22 @@ def runs_of_this_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The demo's model, converted where the demo has it; kept for the next run."""
-    from launch.convert import DEMO_TARGET, prepare_demo_model
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The demo's model, converted anew, beside what a killed conversion left."""
+    from launch.convert import prepare_demo_model
 
-    return prepare_demo_model(Path(__file__).parents[1] / DEMO_TARGET)
+    folder = tmp_path_factory.mktemp("converted")
+    (folder / ".SmolLM2.part-killed").mkdir()
+    (folder / ".SmolLM2.part-killed" / "model.safetensors").write_bytes(b"half")
+    yield prepare_demo_model(folder / "SmolLM2")
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2(request: pytest.FixtureRequest) -> Path:
+    """The demo's model, where the demo has converted it, or else converted now."""
+    from launch.convert import DEMO_TARGET, is_model
+
+    there = Path(__file__).parents[1] / DEMO_TARGET
+    found: Path = there if is_model(there) else request.getfixturevalue("converted")
+    return found

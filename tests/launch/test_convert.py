@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,16 +15,6 @@ from launch.model_files import TaskInputError, stored_tensors
 
 ROOT = Path(__file__).parents[2]
 QUESTION = "What is the capital of France? Answer in one sentence."
-
-
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Made beside what a killed conversion left."""
-    folder = tmp_path_factory.mktemp("converted")
-    (folder / ".SmolLM2.part-killed").mkdir()
-    (folder / ".SmolLM2.part-killed" / "model.safetensors").write_bytes(b"half")
-    yield prepare_demo_model(folder / "SmolLM2")
-    shutil.rmtree(folder)
 
 
 @pytest.mark.xdist_group("smollm2")
