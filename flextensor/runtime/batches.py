@@ -30,12 +30,12 @@ def batches_of(plan: Plan, memory: DeviceWeights, copy_stream: Stream) -> list[t
     last_for = {copy.visit: at for at, copy in enumerate(plan.copies)}
     after: list[list[Batch]] = [[] for _ in plan.visits]
     for at, copy in sorted(enumerate(plan.copies), key=lambda pair: (pair[1].lag, pair[0])):
-        queue = copy_stream.copier(_moves(copy.tensors, plan, memory))
+        queue = copy_stream.copier(moves_of(copy.tensors, plan, memory))
         after[copy.after].append(Batch(copy.visit, queue, copy.tensors, copy.nbytes, last_for[copy.visit] == at))
     return [tuple(batches) for batches in after]
 
 
-def _moves(tensors: Sequence[int], plan: Plan, memory: DeviceWeights) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def moves_of(tensors: Sequence[int], plan: Plan, memory: DeviceWeights) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(destination, source) byte views; tensors that are contiguous on both sides go as one."""
     moves: list[tuple[torch.Tensor, torch.Tensor]] = []
     start = 0

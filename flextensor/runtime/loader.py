@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flextensor.planner.plan import Plan
-from flextensor.runtime.batches import batches_of, content_before, overlapping
+from flextensor.runtime.batches import batches_of, content_before, moves_of, overlapping
 from flextensor.runtime.device import Device, Event, Stream
 from flextensor.runtime.memory import DeviceWeights
 from flextensor.runtime.timing import Recorder, StepTrace
@@ -112,7 +112,8 @@ class Loader:
         """Queue copies that fill the slots as they are in the steady state before the first visit. The device is idle;
         what else is to be done before the first step takes its time while the copies go over the link."""
         for copy in [*self.plan.initial, *(copy for copy in self.plan.copies if copy.lag)]:
-            self._issue_tensors(copy.tensors)
+            self._copy.copier(moves_of(copy.tensors, self.plan, self._memory))()
+            self.counters.copied_bytes += copy.nbytes
 
     def start(self) -> None:
         """Weights are bound and may be used: later compute waits for the copies that filled resident memory and slots.

@@ -209,10 +209,9 @@ class DeviceWeights:
     def _fill(self, indexes: Sequence[int]) -> None:
         """Queue the copies of resident weights from the host."""
         self._go_behind_compute()
-        for index in indexes:
-            source = self.table.source(index)
-            self._copy.copy(self._residents.data(index), source)
-            self.copied_bytes += source.numel()
+        pairs = [(self._residents.data(index), self.table.source(index)) for index in indexes]
+        self._copy.copier(pairs)()
+        self.copied_bytes += sum(source.numel() for _, source in pairs)
 
     def _await_copies(self) -> None:
         done: Event = self.device.new_event(timed=False)
