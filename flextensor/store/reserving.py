@@ -5,6 +5,9 @@
 its own: together several times the work of reading the weights. So the pages are asked for through the mapping before,
 by all threads, and as huge pages: a page in each 2 MiB and ``MADV_COLLAPSE``, which needs neither a mount option nor
 the administrator's ``shmem_enabled``. Nothing of that may fail but in speed.
+
+In a virtual machine whose free memory goes back to the host, huge pages can be several times as slow to get as small
+ones: a large store tries both on its first pieces.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -22,6 +26,12 @@ from flextensor.store.mapping import HUGE_PAGE, MADV_POPULATE_WRITE, advise, is_
 
 _MADV_COLLAPSE = 25
 _PIECE = 16 * HUGE_PAGE
+_TRIED_FROM = 8
+"""Pieces of a store on which both sorts of pages are tried."""
+
+HUGE_MAY_TAKE = 2.0
+"""Huge pages are taken while they cost at most so many times the time of small ones: copies and pinning are quicker
+afterwards."""
 
 
 def reserve(fd: int, memory: torch.Tensor, threads: int) -> None:
@@ -42,18 +52,31 @@ def reserve(fd: int, memory: torch.Tensor, threads: int) -> None:
 def _populate(memory: torch.Tensor, threads: int) -> None:
     start, end = memory.data_ptr() // HUGE_PAGE * HUGE_PAGE, memory.data_ptr() + memory.numel()
     pages = _Pages(start, end)
+    pieces = list(range(start, end, _PIECE))
+    if len(pieces) >= _TRIED_FROM:
+        pages.choose(pieces.pop(0), pieces.pop(0))
     with ThreadPoolExecutor(threads, thread_name_prefix="store-reserve") as pool:
-        list(pool.map(pages.get, range(start, end, _PIECE)))
+        list(pool.map(pages.get, pieces))
 
 
 class _Pages:
-    """What several threads ask the kernel for. Stops asking for huge pages, and for any, once it is refused."""
+    """What several threads ask the kernel for. Stops asking for huge pages, and for any, once it is refused; for huge
+    ones too where they take too long."""
 
     def __init__(self, start: int, end: int) -> None:
         self._start = start
         self._end = end
         self._huge_refused = threading.Event()
         self._refused = threading.Event()
+
+    def choose(self, huge: int, small: int) -> None:
+        """Get one piece as huge pages and one as small ones; the rest as what is worth its time."""
+        began = time.perf_counter()
+        self.get(huge)
+        halfway = time.perf_counter()
+        self._populate(small, _PIECE)
+        if halfway - began > HUGE_MAY_TAKE * (time.perf_counter() - halfway):
+            self._huge_refused.set()
 
     def get(self, address: int) -> None:
         """The pages of one piece."""

@@ -59,6 +59,24 @@ def test_a_kernel_that_refuses_gives_small_pages_and_the_same_bytes(
         store.verify()
 
 
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_large_store_takes_huge_pages_only_where_they_are_worth_their_time(
+    shm_dir: str, monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
+    if not _kernel_collapses(shm_dir):
+        pytest.skip("this kernel makes no huge pages for a tmpfs")
+    monkeypatch.setattr("flextensor.store.reserving.HUGE_MAY_TAKE", 0.0 if slow else 1e9)
+    size = 9 * 16 * HUGE_PAGE
+    fd = os.open(shm_dir, os.O_TMPFILE | os.O_RDWR, 0o600)
+    os.ftruncate(fd, size)
+    memory = map_file(fd, size)
+    reserve(fd, memory, threads=2)
+    assert os.fstat(fd).st_blocks * 512 >= size
+    huge = huge_bytes((memory.data_ptr(), memory.data_ptr() + size))
+    assert huge == 16 * HUGE_PAGE if slow else huge >= size - 16 * HUGE_PAGE - HUGE_PAGE
+    os.close(fd)
+
+
 @pytest.mark.parametrize("size", [1, 4096, HUGE_PAGE - 4096, HUGE_PAGE, HUGE_PAGE + 1, 70 << 20])
 def test_every_page_is_got_whatever_the_size(shm_dir: str, size: int) -> None:
     fd = os.open(shm_dir, os.O_TMPFILE | os.O_RDWR, 0o600)
