@@ -6,8 +6,9 @@ its own: together several times the work of reading the weights. So the pages ar
 by all threads, and as huge pages: a page in each 2 MiB and ``MADV_COLLAPSE``, which needs neither a mount option nor
 the administrator's ``shmem_enabled``. Nothing of that may fail but in speed.
 
-In a virtual machine whose free memory goes back to the host, huge pages can be several times as slow to get as small
-ones: a large store tries both on its first pieces.
+Huge pages can be slower to get than small ones: three times where free memory goes back to a virtual machine's host
+(measured), more where memory is in pieces and the kernel has to move others'. They are had once, and each process pins
+them and copies from them, so they are worth some of that: a large store tries both sorts on its first pieces.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ _PIECE = 16 * HUGE_PAGE
 _TRIED_FROM = 8
 """Pieces of a store on which both sorts of pages are tried."""
 
-HUGE_MAY_TAKE = 2.0
-"""Huge pages are taken while they cost at most so many times the time of small ones: copies and pinning are quicker
-afterwards."""
+HUGE_MAY_TAKE = 8.0
+"""Huge pages are taken while they cost at most so many times the time of small ones."""
 
 
 def reserve(fd: int, memory: torch.Tensor, threads: int) -> None:
