@@ -89,10 +89,11 @@ def test_a_worker_that_dies_in_a_round_stops_it_and_the_next_round_goes_well(sta
 
 
 def test_a_late_worker_stops_the_round_and_nobody_moves(start_run: Callable[..., Run]) -> None:
-    # Two quick items, so that a step is known to be short; then steps far longer than a prepare waits.
-    items = items_of(6, steps=2, seconds=0.01)
+    # Two quick items, so that a step is known to be short; then steps that last longer than all before a prepare, on a
+    # busy machine too.
+    items = items_of(4, steps=1, seconds=0.01)
     for item in items[2:]:
-        item["seconds"] = 2.0
+        item["seconds"] = 7.0
     run = start_run(items, batch=1, prepare_timeout=0.1)
     outcomes: list[ReplanOutcome] = []
     epochs: list[set[int]] = []
