@@ -127,9 +127,7 @@ class Rig:
         assert self.pool is not None
         end = time.monotonic() + READY_SECONDS
         while len(self.pool.ready) < self.crew.workers:
-            if (reference := self.pool.wait(1.0)) is not None:
-                self.pool.settle(self.pool.slot_of(reference))
-            elif time.monotonic() > end:
+            if not self.pool.settle_next(1.0) and time.monotonic() > end:
                 notes = [slot.phase for slot in self.pool.slots]
                 raise TimeoutError(f"workers are not ready after {READY_SECONDS:.0f} s: {notes}")
 

@@ -31,7 +31,7 @@ from cluster.messages import (
 from cluster.metrics import RunMetrics
 from cluster.roster import Roster
 from cluster.rounds import Replans
-from cluster.switching import NotSetUp, OutOfReach, Refused
+from cluster.switching import NotSetUp, OutOfReach
 
 NAME = "coordinator"
 WORKER_PREFIX = "worker-"
@@ -199,7 +199,7 @@ class Coordinator:
             if state.phase != "ready":
                 return
             plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
-        except (RayError, TimeoutError, NotSetUp) as error:
+        except (RayError, TimeoutError) as error:
             self._roster.mark_lost(member, why(error))  # it is found again; or the driver sets it up again
             return
         self._roster.join(member, state)
@@ -213,7 +213,7 @@ class Coordinator:
         was = member.lost
         try:
             state, refused = await self._replans.admit(member, again=True)
-        except (RayError, TimeoutError, Refused):
+        except (RayError, TimeoutError):
             return  # it is looked for again, unless the driver sets it up again
         self._events.write("worker_found", rank=member.rank, pid=state.pid, was=was, refused=refused)
 

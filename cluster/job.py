@@ -266,8 +266,7 @@ def _chosen(pool: WorkerPool, work: Work, on_tick: Callable[[], None]) -> BatchC
     """Once every worker is set up or given up, all try the sizes at the same time; each then takes the plan for the
     size that was chosen, and is admitted."""
     while pool.starting:
-        if (reference := pool.wait(TICK)) is not None:
-            pool.settle(pool.slot_of(reference))
+        pool.settle_next(TICK)
         on_tick()
     ordered = by_length(work.items, work.length)
     request = request_for(ordered, sizes_to_try(len(ordered), len(pool.held)))

@@ -111,8 +111,7 @@ class WorkerPool:
         """Admit the workers that were held, and all later ones at once."""
         self._hold = False
         for slot in self.held:
-            slot.phase, slot.joining_since = "joining", time.monotonic()
-            self._ask_to_join(slot)
+            self._join(slot)
 
     def wait(self, timeout: float) -> Any | None:
         """The reference of a set-up, a joining or a lease that has ended; None when none has within ``timeout``
@@ -139,6 +138,14 @@ class WorkerPool:
         """Give a worker a lease."""
         slot.in_flight[slot.handle.run.remote(lease)] = lease
 
+    def settle_next(self, timeout: float) -> bool:
+        """Before any lease is out: wait for the end of a set-up or a joining, and ``settle`` it; False when none has
+        ended within ``timeout`` seconds."""
+        reference = self.wait(timeout)
+        if reference is not None:
+            self.settle(self.slot_of(reference))
+        return reference is not None
+
     def settle(self, slot: Slot) -> None:
         """The end of a worker's set-up: it is held, or joins the run, or is tried again, or given up. And the end of
         its joining: it is ready.
@@ -159,8 +166,11 @@ class WorkerPool:
             if self._hold:
                 slot.phase = "held"
             else:
-                slot.phase, slot.joining_since = "joining", time.monotonic()
-                self._ask_to_join(slot)
+                self._join(slot)
+
+    def _join(self, slot: Slot) -> None:
+        slot.phase, slot.joining_since = "joining", time.monotonic()
+        self._ask_to_join(slot)
 
     def _ask_to_join(self, slot: Slot) -> None:
         """The coordinator tells the worker what the run has agreed on, after the round that it is in; the others work
@@ -200,10 +210,9 @@ class WorkerPool:
             slot.deaths += 1
         if not waits or not slot.lost_at:
             slot.lost_at = now
-        awaited = waits and now - slot.lost_at < PATIENCE
         self.coordinator.lose.remote(slot.rank, first_line(error))
         logger.warning("worker %d is gone (%s)", slot.rank, first_line(error))
-        if (waits and not awaited) or slot.deaths >= LIVES_WITHOUT_WORK:
+        if (waits and now - slot.lost_at >= PATIENCE) or slot.deaths >= LIVES_WITHOUT_WORK:
             self._give_up(slot, error)
             return
         if not isinstance(error, ActorUnavailableError | NotSetUp | OutOfReach) or isinstance(error, ActorDiedError):

@@ -98,7 +98,8 @@ def status_view(status: RunStatus) -> RenderableType:
     ]
     for state in status.workers:
         for what, reason in (("refused a plan", state.refusal), ("planned by itself", state.own_reason)):
-            lines += [Text(f"worker {state.rank} {what}: {reason}", style="yellow")] if reason else []
+            if reason:
+                lines.append(Text(f"worker {state.rank} {what}: {reason}", style="yellow"))
     lines += [Text(missing, style="yellow") for missing in status.missing]
     return Group(*lines)
 

@@ -158,8 +158,7 @@ def test_a_killed_worker_comes_back_with_the_agreed_plan_and_no_item_is_lost(sta
 def test_a_worker_that_dies_without_a_lease_is_set_up_again(start_run: Callable[..., Run]) -> None:
     run = start_run(items_of(24, steps=4, seconds=0.05))
     while len(run.pool.ready) < 2:
-        if (reference := run.pool.wait(1.0)) is not None:
-            run.pool.settle(run.pool.slot_of(reference))
+        run.pool.settle_next(1.0)
     before = [ray.get(slot.handle.state.remote(), timeout=30) for slot in run.pool.slots]
     os.kill(before[1].pid, signal.SIGKILL)
     end = time.monotonic() + 60

@@ -121,6 +121,17 @@ def no_answer(method: str) -> None:
     raise ray.exceptions.ActorUnavailableError("no answer", None)
 
 
+class Reach:
+    """What befalls a worker's calls: none is answered while it is ``lost``."""
+
+    def __init__(self, *, lost: bool = False) -> None:
+        self.lost = lost
+
+    def __call__(self, method: str) -> None:
+        if self.lost:
+            no_answer(method)
+
+
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_worker_that_died_before_it_joined_is_to_be_set_up_again(
     pair: list[Worker], tmp_path: Path, gone: bool
@@ -153,22 +164,17 @@ def test_a_worker_out_of_reach_for_a_while_is_found_again_and_told_what_it_misse
     pair: list[Worker], tmp_path: Path
 ) -> None:
     bench = Bench(pair, tmp_path / "events.jsonl")
-    unreachable = False
-
-    def befalls(method: str) -> None:
-        if unreachable:
-            no_answer(method)
+    reach = Reach()
 
     async def work() -> None:
-        nonlocal unreachable
-        await bench.admit({1: befalls})
+        await bench.admit({1: reach})
         assert await bench.coordinator.pause(True) == 2
-        unreachable = True
+        reach.lost = True
         await bench.until(lambda: bool(bench.events("worker_lost")))
         assert await bench.coordinator.pause(False) == 1
         refused = await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))
         assert not refused.committed and "worker 1 is away" in refused.reason
-        unreachable = False
+        reach.lost = False
         await bench.until(lambda: bool(bench.events("worker_found")))
         await bench.until(lambda: not pair[1].state().paused)
         outcome = await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))
@@ -181,20 +187,17 @@ def test_a_worker_that_a_commit_did_not_reach_takes_the_plan_when_it_is_found(
     pair: list[Worker], tmp_path: Path
 ) -> None:
     bench = Bench(pair, tmp_path / "events.jsonl")
-    unreachable = False
+    reach = Reach()
 
     def befalls(method: str) -> None:
-        nonlocal unreachable
-        unreachable = unreachable or (method == "commit" and not bench.events("commit_unanswered"))
-        if unreachable:
-            no_answer(method)
+        reach.lost = reach.lost or (method == "commit" and not bench.events("commit_unanswered"))
+        reach(method)
 
     async def work() -> None:
-        nonlocal unreachable
         await bench.admit({1: befalls})
         assert (await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))).committed
         await bench.until(lambda: bool(bench.events("worker_lost")))
-        unreachable = False
+        reach.lost = False
         await bench.until(lambda: bool(bench.events("worker_found")))
         for worker in pair:
             await asyncio.to_thread(step, worker)
@@ -225,20 +228,19 @@ def test_a_worker_that_does_not_answer_in_time_joins_when_it_answers(pair: list[
 
 def test_a_worker_that_is_found_keeps_its_own_plan_and_its_count_of_steps(pair: list[Worker], tmp_path: Path) -> None:
     bench = Bench(pair, tmp_path / "events.jsonl", lockstep=((0, 1),))
-    unreachable = False
+    reach = Reach()
 
     async def work() -> None:
-        nonlocal unreachable
-        await bench.admit({1: lambda method: no_answer(method) if unreachable else None})
+        await bench.admit({1: reach})
         assert (await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))).committed
         for worker, steps in zip(pair, (3, 5), strict=True):  # the second is in the midst of a step, so to say
             await asyncio.to_thread(step, worker, steps)
         full = pair[1].state().weight_bytes
-        unreachable = True
+        reach.lost = True
         await bench.until(lambda: bool(bench.events("worker_lost")))
         pair[1]._manager._give_way()
         await asyncio.to_thread(step, pair[1])
-        unreachable = False
+        reach.lost = False
         await bench.until(lambda: bool(bench.events("worker_found")))
         await asyncio.to_thread(step, pair[1])
         assert pair[1].state().weight_bytes < full and pair[1].state().step_index == 7
@@ -251,11 +253,8 @@ def test_a_coordinator_started_again_keeps_a_pause_and_learns_of_a_late_worker_l
     pair: list[Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, bench = (Bench(pair, tmp_path / f"events-{at}.jsonl") for at in range(2))
-    late = True
-    handles = {
-        "worker-0": LocalHandle(pair[0]),
-        "worker-1": LocalHandle(pair[1], lambda method: no_answer(method) if late else None),
-    }
+    late = Reach(lost=True)
+    handles = {"worker-0": LocalHandle(pair[0]), "worker-1": LocalHandle(pair[1], late)}
     named = [{"name": name, "namespace": "unit"} for name in [*handles, "worker-2"]]
     monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: named)
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: handles.get(name) or ray_has_none(name))
@@ -266,14 +265,13 @@ def test_a_coordinator_started_again_keeps_a_pause_and_learns_of_a_late_worker_l
         assert await first.coordinator.pause(True) == 2
 
     async def work() -> None:
-        nonlocal late
         coordinator = bench.coordinator
         coordinator._recover = True
         pair[1].pause(False)  # it was told otherwise, and then the coordinator died
         assert (await coordinator.status()).paused
         await asyncio.sleep(0.3)  # some looks at the workers
         assert pair[0].state().paused and (await coordinator.status()).paused
-        late = False
+        late.lost = False
         await bench.until(lambda: bool(bench.events("worker_found")))
         await bench.until(lambda: pair[1].state().paused)
         assert await coordinator.pause(False) == 2
