@@ -132,7 +132,7 @@ def test_members_links_and_memory_that_change_are_planned_for(start_run: Callabl
 
 
 def test_a_plan_that_is_worse_than_the_one_before_is_rolled_back(start_run: Callable[..., Run]) -> None:
-    run = start_run(items_of(4000, steps=4, seconds=0.02), config=config(), rollback_steps=40)
+    run = start_run(items_of(4000, steps=4, seconds=0.02), config=config(), rollback_steps=80)
 
     def work() -> None:
         try:
