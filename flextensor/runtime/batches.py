@@ -20,6 +20,7 @@ class Batch:
 
     visit: int
     queue: Callable[[], None]
+    moves: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     tensors: tuple[int, ...]
     nbytes: int
     last: bool
@@ -30,9 +31,23 @@ def batches_of(plan: Plan, memory: DeviceWeights, copy_stream: Stream) -> list[t
     last_for = {copy.visit: at for at, copy in enumerate(plan.copies)}
     after: list[list[Batch]] = [[] for _ in plan.visits]
     for at, copy in sorted(enumerate(plan.copies), key=lambda pair: (pair[1].lag, pair[0])):
-        queue = copy_stream.copier(moves_of(copy.tensors, plan, memory))
-        after[copy.after].append(Batch(copy.visit, queue, copy.tensors, copy.nbytes, last_for[copy.visit] == at))
+        moves = tuple(moves_of(copy.tensors, plan, memory))
+        last = last_for[copy.visit] == at
+        after[copy.after].append(Batch(copy.visit, copy_stream.copier(moves), moves, copy.tensors, copy.nbytes, last))
     return [tuple(batches) for batches in after]
+
+
+def queues_of(batches: Sequence[Batch], copy_stream: Stream) -> tuple[tuple[Callable[[], None], int | None], ...]:
+    """What queues ``batches`` in the steady state, outside any capture: functions, each with the visit whose ready
+    event is recorded behind it (None: no event). Between two events copies are queued together."""
+    queues: list[tuple[Callable[[], None], int | None]] = []
+    moves: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for at, batch in enumerate(batches):
+        moves.extend(batch.moves)
+        if batch.last or at == len(batches) - 1:
+            queues.append((copy_stream.copier(moves, together=True), batch.visit if batch.last else None))
+            moves = []
+    return tuple(queues)
 
 
 def moves_of(tensors: Sequence[int], plan: Plan, memory: DeviceWeights) -> list[tuple[torch.Tensor, torch.Tensor]]:

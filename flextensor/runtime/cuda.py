@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flextensor.cudart import HOST_TO_DEVICE, cuda_runtime, raise_error
+from flextensor.cudart import HOST_TO_DEVICE, batch_of_copies, copies_in_batches, cuda_runtime, raise_error
 from flextensor.runtime.device import copy_each
 
 
@@ -63,20 +63,13 @@ class CudaStream:
         with torch.cuda.stream(self.raw):
             destination.copy_(source, non_blocking=True)
 
-    def copier(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        runtime = cuda_runtime()
-        if runtime is None or any(source.is_cuda for _, source in pairs):
+    def copier(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, together: bool = False
+    ) -> Callable[[], None]:
+        if cuda_runtime() is None or any(source.is_cuda for _, source in pairs):
             return copy_each(self, pairs)
-        call, stream = runtime.cudaMemcpyAsync, self.key
-        addresses = [(d.data_ptr(), s.data_ptr(), s.numel()) for d, s in pairs]
-        kept = tuple(pairs)  # the memory behind the addresses
-
-        def queue() -> None:
-            # A tenth of the host time of Tensor.copy_ under a stream context.
-            for destination, source, nbytes in addresses:
-                if code := call(destination, source, nbytes, HOST_TO_DEVICE, stream):
-                    raise_error(f"cudaMemcpyAsync of {nbytes} bytes ({len(kept)} runs)", code)
-
+        at_once = together and len(pairs) > 1 and copies_in_batches() and all(s.is_pinned() for _, s in pairs)
+        queue = self._one_call(pairs) if at_once else self._calls(pairs)
         index = self.raw.device.index
         if torch.cuda.current_device() == index:
             return queue
@@ -88,8 +81,36 @@ class CudaStream:
 
         return queue_there
 
+    def _calls(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        """One runtime call a pair: a tenth of the host time of Tensor.copy_ under a stream context."""
+        call, stream = self._runtime.cudaMemcpyAsync, self.key  # type: ignore[union-attr]
+        addresses = _addresses(pairs)
+        kept = tuple(pairs)  # the memory behind the addresses
+
+        def queue() -> None:
+            for destination, source, nbytes in addresses:
+                if code := call(destination, source, nbytes, HOST_TO_DEVICE, stream):
+                    raise_error(f"cudaMemcpyAsync of {nbytes} bytes ({len(kept)} runs)", code)
+
+        return queue
+
+    def _one_call(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        """One runtime call for all pairs."""
+        batch = batch_of_copies(_addresses(pairs), self.key)
+        kept = tuple(pairs)
+
+        def queue() -> None:
+            if code := batch():
+                raise_error(f"cudaMemcpyBatchAsync of {len(kept)} runs", code)
+
+        return queue
+
     def synchronize(self) -> None:
         self.raw.synchronize()
+
+
+def _addresses(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[int, int, int]]:
+    return [(destination.data_ptr(), source.data_ptr(), source.numel()) for destination, source in pairs]
 
 
 class CudaDevice:

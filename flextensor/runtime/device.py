@@ -40,8 +40,13 @@ class Stream(Protocol):
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy of bytes (two uint8 tensors of the same length), host to device or within the device."""
 
-    def copier(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        """A function that queues these (destination, source) copies, as ``copy`` does, at the least host time."""
+    def copier(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, together: bool = False
+    ) -> Callable[[], None]:
+        """A function that queues these (destination, source) copies, as ``copy`` does, at the least host time.
+
+        together: they may go in any order among themselves, and the function is never called in a capture.
+        """
 
     def synchronize(self) -> None:
         """Block the calling thread until the stream is empty."""

@@ -72,7 +72,9 @@ class ComputeStream:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
 
-    def copier(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+    def copier(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, together: bool = False
+    ) -> Callable[[], None]:
         return copy_each(self, pairs)
 
     def synchronize(self) -> None:
@@ -125,7 +127,9 @@ class CopyStream:
         link = self._link  # not self: the queue must not keep the stream alive
         self._queue.put(lambda: link.move(destination.data_ptr(), source.data_ptr(), source.numel()))
 
-    def copier(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+    def copier(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, together: bool = False
+    ) -> Callable[[], None]:
         return copy_each(self, pairs)
 
     def synchronize(self) -> None:

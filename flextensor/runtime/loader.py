@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flextensor.planner.plan import Plan
-from flextensor.runtime.batches import batches_of, content_before, moves_of, overlapping
+from flextensor.runtime.batches import batches_of, content_before, moves_of, overlapping, queues_of
 from flextensor.runtime.device import Device, Event, Stream
 from flextensor.runtime.memory import DeviceWeights
 from flextensor.runtime.timing import Recorder, StepTrace
@@ -85,8 +85,7 @@ class Loader:
             new_event(timed=False) if visit in fetched else None for visit in range(self._count)
         ]
         self._after = batches_of(plan, memory, copy_stream)
-        # What the steady state needs of the batches: the visit where the batch is its last.
-        self._queues = [tuple((b.queue, b.visit if b.last else None) for b in batches) for batches in self._after]
+        self._queues = [queues_of(batches, copy_stream) for batches in self._after]
         self._issued_bytes = [sum(batch.nbytes for batch in batches) for batches in self._after]
         self._left: list[Event | None] = [new_event(timed=False) if batches else None for batches in self._after]
         self._demand = new_event(timed=False)
