@@ -247,22 +247,14 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
                     "in the same memory: call it from one thread, or hold a lock around each call"
                 )
             return call(*args, **kwargs)
-        self._in_root, self._root_thread = True, threading.get_ident()
         try:
-            self._begin_step()
-            with (self._warmup.trap if self._warmup is not None else None) or contextlib.nullcontext():
-                result = call(*args, **kwargs)
-        except BaseException as error:
-            self._open_units.clear()
-            if isinstance(error, torch.OutOfMemoryError) and self.phase == INFERENCE:
-                self._give_way()
-            if self._warmup is not None:
-                self._warmup.drop_step()
-            if not isinstance(error, Exception):
-                self._execution.loader.distrust()
-            raise
+            try:
+                self._in_root, self._root_thread = True, threading.get_ident()
+                result = self._run_step(call, args, kwargs)
+            finally:
+                self._in_root = False
         finally:
-            self._in_root = False
+            self._in_root = False  # a Ctrl-C may have come just before it was said above
         self._recorder.close_step(self.device.compute_stream())
         if self._warmup is not None:
             self._finish_warmup_step(self._warmup)
@@ -274,6 +266,21 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
         if self._diagnostics is not None and not self.device.is_capturing():
             self._diagnostics.step_done(self)
         return result
+
+    def _run_step(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            self._begin_step()
+            with (self._warmup.trap if self._warmup is not None else None) or contextlib.nullcontext():
+                return call(*args, **kwargs)
+        except BaseException as error:
+            self._open_units.clear()
+            if isinstance(error, torch.OutOfMemoryError) and self.phase == INFERENCE:
+                self._give_way()
+            if self._warmup is not None:
+                self._warmup.drop_step()
+            if not isinstance(error, Exception):
+                self._execution.loader.distrust()
+            raise
 
     def _begin_step(self) -> None:
         index, self._step = self._step, self._step + 1

@@ -173,24 +173,53 @@ def kinds_from_live(
     """
     by_name = {kind.name: kind for kind in known}
     for name in {step.kind for step in steps if step.kind}:
-        rows = [step for step in steps if step.kind == name]
-        gaps = [
-            [step.outside, *(max(step.arrive[at] - step.end[at - 1], 0.0) for at in range(1, len(step.end)))]
-            for step in rows
-        ]
-        before = by_name.get(name)
-        by_name[name] = StepKind(
-            name,
-            compute=_median([step.compute for step in rows]),
-            gap=_median(gaps),
-            host=_median([step.host for step in rows]) if before is None else before.host,
-        )
+        by_name[name] = _kind_from_live(name, [step for step in steps if step.kind == name], by_name.get(name))
     total = sum(counts[name] for name in by_name) or 1
     return tuple(
         replace(kind, weight=counts[kind.name] / total if counts else kind.weight)
         for kind in by_name.values()
         if counts[kind.name] or not counts
     ) or tuple(known)
+
+
+def _kind_from_live(name: str, rows: Sequence[StepTimes], known: StepKind | None) -> StepKind:
+    """[Note: bound by the host] A device that waits for the host takes as long from event to event as the host takes
+    from call to call, whatever it computes: such a time is an upper bound. Of those the least is taken, also of what
+    was known before; of times that are the device's own, the median."""
+    compute = [step.compute for step in rows]
+    gaps = [
+        [step.outside, *(max(step.arrive[at] - step.end[at - 1], 0.0) for at in range(1, len(step.end)))]
+        for step in rows
+    ]
+    waits = [step.between for step in rows if step.between is not None]
+    between = statistics.median(waits) if waits else 0.0
+    if all(step.host_before for step in rows):
+        issue, before = [step.host for step in rows], [step.host_before for step in rows]
+        least = _least(issue) if known is None else tuple(map(min, _least(issue), known.host))
+        host = [one + other for one, other in zip(least, _least(before), strict=True)]
+        own_compute = _own(compute, issue, None if known is None else known.compute)
+        own_gap = _own(gaps, before, None)
+    else:
+        own_compute, own_gap = _median(compute), _median(gaps)
+        host = list(_median([step.host for step in rows]) if known is None else known.host)
+    # Nothing of the next step can be issued before this time is over where the caller reads what a step has computed.
+    host[0] += between
+    return StepKind(name, own_compute, (own_gap[0] + between, *own_gap[1:]), tuple(host))
+
+
+HOST_BOUND = 1.1
+"""A device's time counts as its own where it is so many times the host's."""
+
+
+def _own(
+    device: Sequence[Sequence[float]], host: Sequence[Sequence[float]], known: Sequence[float] | None
+) -> tuple[float, ...]:
+    """Seconds of the device itself, column by column; see [Note: bound by the host]."""
+    bounds = _least(device) if known is None else tuple(map(min, _least(device), known))
+    return tuple(
+        own if own > HOST_BOUND * issued else bound
+        for own, issued, bound in zip(_median(device), _median(host), bounds, strict=True)
+    )
 
 
 def _median(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:

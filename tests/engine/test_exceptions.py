@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 import threading
 from collections.abc import Callable
@@ -243,7 +244,10 @@ def test_where_nothing_has_room_each_call_says_so_and_the_first_with_room_is_rig
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line that runs in files of the engine, as a Ctrl-C may."""
+    """Raises KeyboardInterrupt at the n-th line that runs in files of the engine, as a Ctrl-C may.
+
+    Not at the end of a ``with`` over a lock, which Python reports as a line: a signal comes after the lock's release.
+    """
 
     def __init__(self, line: int) -> None:
         self.left = line
@@ -261,6 +265,9 @@ class Interrupt:
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
         if event == "line":
+            source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            if source.lstrip().startswith("with ") and "lock" in source:
+                return self._line
             self.left -= 1
             if self.left == 0:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
