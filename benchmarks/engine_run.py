@@ -50,6 +50,7 @@ def rows_of(name: str, plan: dict[int, list[str]], given: argparse.Namespace) ->
             "host" if given.tiny else "cuda",
             repeats=given.repeats,
             seconds=given.seconds,
+            sustained=2 * given.seconds,
             trace_directory=given.trace_directory,
             trace_target=given.trace_target,
             resident_below_bytes=4096 if given.tiny else 1 << 20,

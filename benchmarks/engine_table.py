@@ -107,7 +107,8 @@ COLUMNS: tuple[Column, ...] = (
 
 LEGEND = """\
 ms: a forward, back to back, the median over repeats. resident: the un-offloaded model in the same process, in blocks
-before and after each timed block. peak: GPU memory of the whole forward (`torch.cuda.max_memory_allocated`). floor:
+before and after each timed block (where the link decides: the last one before). Each block comes after a second of the
+same work, which settles the clocks. peak: GPU memory of the whole forward (`torch.cuda.max_memory_allocated`). floor:
 max(resident, streamed / link). ideal: max(resident, (all weights - budget) / link), which no slots at all would reach.
 predicted: when the plan was made, from the profile or from steps under the plan before; live error: of the prediction
 from compute and copies under the plan itself, as the report gives it once steps have settled.

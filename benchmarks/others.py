@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.model import Shape, build, make_input, weight_bytes
 from benchmarks.rows import GIB, Row, median
-from benchmarks.stopwatch import back_to_back, peak_of, steps_for, synchronize, warm_up_gpu
+from benchmarks.stopwatch import back_to_back, peak_of, steps_for, sustain, synchronize, warm_up_gpu
 
 PUBLIC_VARIABLE = "PUBLIC_FLEXTENSOR"
 """The directory that the public flextensor wheel was installed to (pip install --target)."""
@@ -178,6 +178,7 @@ def _step(model: nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _block(step: Callable[[], object], device: torch.device, seconds: float) -> float:
+    sustain(step, 2 * seconds, device)
     once = back_to_back(step, 1, device)
     return back_to_back(step, steps_for(seconds, once, least=2), device)
 

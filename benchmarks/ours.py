@@ -20,7 +20,7 @@ from torch import nn
 import flextensor
 from benchmarks.model import Shape, build, make_input, weight_bytes
 from benchmarks.rows import GIB, Row, median, target_words
-from benchmarks.stopwatch import back_to_back, link_bandwidth, steps_for, synchronize, warm_up_gpu
+from benchmarks.stopwatch import back_to_back, link_bandwidth, steps_for, sustain, synchronize, warm_up_gpu
 from flextensor.config import parse_budget
 from flextensor.live import SETTLED_SAMPLES
 from flextensor.planner.plan import BudgetError, Plan
@@ -33,6 +33,8 @@ PEAK_MARGIN = 1 << 20
 BLOCK_SECONDS = 0.5
 SETTLE_STEPS = 32
 """Steps before a latency plan is asked for."""
+BOUND_BY_LINK = 1.03
+"""A plan whose copies take so many times the resident model's step is timed as it is; clocks matter to all others."""
 SUSTAINED_STEPS = 12
 """Steps before another plan is asked for: one comes in the midst of a job's work, not after a pause."""
 HOST_STEPS = 7
@@ -48,6 +50,8 @@ class Settings:
     device: str
     repeats: int = 2
     seconds: float = BLOCK_SECONDS
+    sustained: float = 2 * BLOCK_SECONDS
+    """Seconds of the same work before each timed block."""
     trace_directory: Path | None = None
     trace_target: str = "6"
     resident_below_bytes: int = 1 << 20
@@ -272,13 +276,20 @@ class Sweep:
 
     def resident_seconds(self) -> float:
         """The twin's step, back to back."""
+        sustain(self.resident_step, self.settings.sustained, self.torch_device)
         once = back_to_back(self.resident_step, 1, self.torch_device)
         steps = steps_for(self.settings.seconds / 2, once, most=20)
         return back_to_back(self.resident_step, steps, self.torch_device)
 
     def time_steps(self, row: Row, plan: Plan, before: float) -> tuple[Row, float]:
-        """One timed block under ``plan`` and one of the twin's after it, added to ``row``; the latter's seconds."""
+        """One timed block under ``plan`` and one of the twin's after it, added to ``row``; the latter's seconds.
+
+        Where the link decides, the twin's time does not matter: ``before`` stands for it.
+        """
         self.put_in_force(plan)
+        bound_by_link = plan.streamed_bytes / self.link > BOUND_BY_LINK * before
+        if not bound_by_link:
+            sustain(self.step, self.settings.sustained, self.torch_device)
         once = back_to_back(self.step, 2, self.torch_device)
         count = steps_for(self.settings.seconds, once)
         then = self.manager.live()
@@ -289,7 +300,7 @@ class Sweep:
         assert self._expected is not None
         same = bool(torch.equal(y, self._expected)) and row.identical is not False
         difference = float((y.float() - self._expected.float()).abs().max())
-        after = self.resident_seconds()
+        after = before if bound_by_link else self.resident_seconds()
         return (
             dataclasses.replace(
                 row,

@@ -34,6 +34,14 @@ def back_to_back(step: Callable[[], object], steps: int, device: torch.device) -
     return (time.perf_counter() - start) / steps
 
 
+def sustain(step: Callable[[], object], seconds: float, device: torch.device) -> None:
+    """Steps for about so long, untimed. A GPU that has waited for copies, or for nothing, has higher clocks for a while
+    than one that computes without a pause: what is compared must come after the same."""
+    once = back_to_back(step, 1, device)
+    for _ in range(math.ceil(seconds / max(once, 1e-6))):
+        step()
+
+
 def steps_for(seconds: float, step_seconds: float, *, least: int = 3, most: int = 40) -> int:
     """How many steps make about ``seconds``."""
     return min(max(math.ceil(seconds / max(step_seconds, 1e-6)), least), most)

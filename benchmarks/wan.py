@@ -101,6 +101,7 @@ def _measure(given: argparse.Namespace, put: Any) -> None:
         device="host" if given.tiny else "cuda",
         repeats=given.repeats,
         seconds=given.seconds,
+        sustained=2 * given.seconds,
         trace_directory=given.output,
         trace_target=given.targets[1] if len(given.targets) > 1 else given.targets[0],
         resident_below_bytes=4096 if given.tiny else 1 << 20,
