@@ -183,9 +183,10 @@ def kinds_from_live(
 
 
 def _kind_from_live(name: str, rows: Sequence[StepTimes], known: StepKind | None) -> StepKind:
-    """[Note: bound by the host] A device that waits for the host takes as long from event to event as the host takes
-    from call to call, whatever it computes: such a time is an upper bound. Of those the least is taken, also of what
-    was known before; of times that are the device's own, the median."""
+    """[Note: who waits for whom] A device that waits for the host takes as long from event to event as the host takes
+    from call to call, whatever it computes; a host that is far ahead waits for room in the device's queue. What one of
+    the two takes while it waits is an upper bound. Of bounds the least counts, also of what was known before; of times
+    that are one's own, the median."""
     compute = [step.compute for step in rows]
     gaps = [
         [step.outside, *(max(step.arrive[at] - step.end[at - 1], 0.0) for at in range(1, len(step.end)))]
@@ -193,12 +194,19 @@ def _kind_from_live(name: str, rows: Sequence[StepTimes], known: StepKind | None
     ]
     waits = [step.between for step in rows if step.between is not None]
     between = statistics.median(waits) if waits else 0.0
-    if all(step.host_before for step in rows):
+    if all(step.caught_up for step in rows):
         issue, before = [step.host for step in rows], [step.host_before for step in rows]
-        least = _least(issue) if known is None else tuple(map(min, _least(issue), known.host))
-        host = [one + other for one, other in zip(least, _least(before), strict=True)]
-        own_compute = _own(compute, issue, None if known is None else known.compute)
-        own_gap = _own(gaps, before, None)
+        waited = [step.caught_up for step in rows]
+        waited_before = [(row[0], *row[:-1]) for row in waited]
+        count = len(rows[0].end)
+        unknown = (float("inf"),) * count
+        own_compute = _own(compute, issue, waited, unknown if known is None else known.compute)
+        own_gap = _own(gaps, before, waited_before, unknown)
+        ahead = [[not one for one in row] for row in waited]
+        ahead_before = [[not one for one in row] for row in waited_before]
+        issued = _own(issue, None, ahead, unknown if known is None else known.host)
+        came = _own(before, None, ahead_before, unknown)
+        host = [one + other for one, other in zip(issued, came, strict=True)]
     else:
         own_compute, own_gap = _median(compute), _median(gaps)
         host = list(_median([step.host for step in rows]) if known is None else known.host)
@@ -207,19 +215,28 @@ def _kind_from_live(name: str, rows: Sequence[StepTimes], known: StepKind | None
     return StepKind(name, own_compute, (own_gap[0] + between, *own_gap[1:]), tuple(host))
 
 
-HOST_BOUND = 1.1
-"""A device's time counts as its own where it is so many times the host's."""
+SLOWER = 1.1
+"""A device that takes so many times as long as the host for the same has not waited for it."""
 
 
 def _own(
-    device: Sequence[Sequence[float]], host: Sequence[Sequence[float]], known: Sequence[float] | None
+    seconds: Sequence[Sequence[float]],
+    other: Sequence[Sequence[float]] | None,
+    waited: Sequence[Sequence[bool]],
+    known: Sequence[float],
 ) -> tuple[float, ...]:
-    """Seconds of the device itself, column by column; see [Note: bound by the host]."""
-    bounds = _least(device) if known is None else tuple(map(min, _least(device), known))
-    return tuple(
-        own if own > HOST_BOUND * issued else bound
-        for own, issued, bound in zip(_median(device), _median(host), bounds, strict=True)
-    )
+    """Column by column, the seconds of one of the two itself: the median of the times in which it has not waited for
+    the ``other``; without such, the least that there is. See [Note: who waits for whom]."""
+    found = []
+    for at, least in enumerate(known):
+        column = [row[at] for row in seconds]
+        own = [
+            value
+            for row, value in enumerate(column)
+            if not waited[row][at] or (other is not None and value > SLOWER * other[row][at])
+        ]
+        found.append(statistics.median(own) if own else min(*column, least))
+    return tuple(found)
 
 
 def _median(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:

@@ -71,10 +71,13 @@ class CompileChoice:
         return self.mode in ("reduce-overhead", "max-autotune")
 
     def offload_config(self, config: OffloadConfig) -> OffloadConfig:
-        """``config`` as this choice needs it: ``external_compile`` set or not."""
+        """``config`` as this choice needs it: ``external_compile`` set or not. Eager times serve only until the replan:
+        one step of them is enough."""
         if config.external_compile == (self.how == "external"):
             return config
-        return config.updated(external_compile=self.how == "external")
+        if self.how == "external":
+            return config.updated(external_compile=True, profiling_iters=1)
+        return config.updated(external_compile=False)
 
     def compile_fn(self) -> Callable[[nn.Module], nn.Module] | None:
         """What ``offload(..., compile_fn=...)`` takes."""

@@ -34,8 +34,10 @@ class StepTimes:
     arrive: the compute stream reached the visit. start: its weights were there. end: it was done.
     host: seconds that the host took to issue it. outside: seconds on the compute stream of the model's own call before
     the first visit and after the last. host_before: seconds that the host took from the visit before to this one, waits
-    apart; first, what it took for ``outside``. Empty where the host is the device. between: seconds on the compute
-    stream from the end of the model's call to the start of the next, a step's own at most; None where none followed.
+    apart; first, what it took for ``outside``. caught_up: whether the device had come as far as the host when the host
+    had issued a visit, and so may have waited for it. Both are empty where the host is the device. between: seconds on
+    the compute stream from the end of the model's call to the start of the next, a step's own at most; None where none
+    followed.
     """
 
     kind: str
@@ -46,6 +48,7 @@ class StepTimes:
     copies: tuple[CopySpan, ...]
     outside: float = 0.0
     host_before: tuple[float, ...] = ()
+    caught_up: tuple[bool, ...] = ()
     between: float | None = None
 
     @property
@@ -62,8 +65,9 @@ class StepTimes:
 class StepTrace:
     """The events of one step while it is under way."""
 
-    def __init__(self, recorder: Recorder, visits: int) -> None:
+    def __init__(self, recorder: Recorder, visits: int, *, captured: bool = False) -> None:
         self._recorder = recorder
+        self._asks = not captured and not recorder.host_computes  # in a capture no event can be asked
         self.kind = ""
         self._arrive: list[Event | None] = [None] * visits
         self._start: list[Event | None] = [None] * visits
@@ -72,6 +76,7 @@ class StepTrace:
         self._host_start = [0.0] * visits
         self._host_end = [0.0] * visits
         self._host_begin = self._host_close = 0.0
+        self._caught_up = [False] * visits
         self._copies: list[tuple[int, int, Event, Event]] = []
         self._begin: Event | None = None
         self._close: Event | None = None
@@ -101,6 +106,9 @@ class StepTrace:
 
     def end(self, visit: int, stream: Stream) -> None:
         self._host_end[visit] = time.perf_counter()
+        start = self._start[visit]
+        if self._asks and start is not None:
+            self._caught_up[visit] = start.query()
         self._end[visit] = self._mark(stream)
 
     def copy_begin(self, stream: Stream) -> Event:
@@ -145,10 +153,11 @@ class StepTrace:
                 # Who computes nothing for longer than a step takes has no work.
                 between = min(max(self._close.elapsed_seconds(self._next), 0.0), call)
         host = tuple(e - s for s, e in zip(self._host_start, self._host_end, strict=True))
-        return StepTimes(self.kind, arrive, start, end, host, copies, outside, self._host_before(), between)
+        caught_up = tuple(self._caught_up) if self._asks else ()
+        return StepTimes(self.kind, arrive, start, end, host, copies, outside, self._host_before(), caught_up, between)
 
     def _host_before(self) -> tuple[float, ...]:
-        if self._recorder.host_computes:
+        if not self._asks:
             return ()
         outside = 0.0
         if self._begin is not None and self._close is not None:
@@ -188,7 +197,7 @@ class Recorder:
             self._captured = None
             if not self.capture_events:
                 return None
-            trace = self._captured = StepTrace(self, visits)
+            trace = self._captured = StepTrace(self, visits, captured=True)
             trace.kind = kind
             trace.begin(stream)
             self._in_graphs.append(trace)
