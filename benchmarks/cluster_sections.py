@@ -85,11 +85,13 @@ def _steps_for(made: Rig, seconds: float) -> list[int]:
     return [min(max(round(seconds / max(state.step_seconds, 1e-4)), 8), 4000) for state in made.states()]
 
 
-def contention(crew: Crew, seconds: float, *, repeats: int = 2) -> dict[str, Any]:
+def contention(crew: Crew, seconds: float, *, repeats: int = 3) -> dict[str, Any]:
     """Two workers on one GPU: a plan from what each measures alone against one from what both measure together.
 
-    Latency mode (least memory that costs no time): there the link decides how much is streamed. Host devices have a
-    link each, so on them a link that is halved while both work stands for the shared one.
+    Latency mode (least memory that costs no time): there the link decides how much is streamed. The model decodes,
+    bound by the host: two workers then have as much compute each as one alone, and half the link. (Where compute fills
+    the GPU both are halved, and the plan for one is the plan for two.) Host devices have a link each, so on them a link
+    that is halved while both work stands for the shared one.
     """
     both: dict[str, Any] = {} if crew.cuda else {"link": crew.host_link / 2}
     alone: dict[str, Any] = {} if crew.cuda else {"link": crew.host_link}
@@ -143,7 +145,7 @@ def memory(made: Rig) -> dict[str, Any]:
     return {"nodes": len(by_node), "store_bytes": store, "weights_pss_bytes": pss, "copies": pss / store}
 
 
-def coordinator_cost(made: Rig, seconds: float, *, repeats: int = 2) -> dict[str, Any]:
+def coordinator_cost(made: Rig, seconds: float, *, repeats: int = 4) -> dict[str, Any]:
     """What the coordinator's questions at 1 s cost a step.
 
     cpu_share: processor time that one ``state`` call takes in the worker, a second: the most of a step that it can

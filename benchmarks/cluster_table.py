@@ -84,7 +84,16 @@ def _contention(data: dict[str, Any]) -> list[str]:
     found = data.get("contention")
     if found is None:
         return []
-    head = ["plan from", "steps/s, both", "step ms", "predicted ms", "stall", "link GB/s", "weights GiB"]
+    head = [
+        "plan from",
+        "steps/s, both",
+        "step ms",
+        "predicted ms",
+        "stall",
+        "link GB/s",
+        "streamed GiB",
+        "weights GiB",
+    ]
     rows = [
         [
             f"{which} measurements",
@@ -93,6 +102,7 @@ def _contention(data: dict[str, Any]) -> list[str]:
             _ms(row["predicted_step_seconds"]),
             f"{row['stall_share']:.1%}",
             _gb(row["link_bytes_per_second"]),
+            f"{row['streamed_bytes'] / GIB:.3f}",
             f"{row['weight_bytes'] / GIB:.3f}",
         ]
         for which, row in (("solo", found["solo"]), ("joint", found["joint"]))
