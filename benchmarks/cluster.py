@@ -25,8 +25,6 @@ from benchmarks.record import RESULTS, ROOT, environment, write_results
 
 logger = logging.getLogger(__name__)
 
-CONTENTION_GIB = 4.0
-"""So many blocks that the time outside them, in which a small arena takes no copies, does not count."""
 SECTIONS = ("llama", "contention", "stack", "simulated", "rounds")
 HOST_LINK = 1e9
 
@@ -84,13 +82,13 @@ class Run:
 
     # ---- sections
 
-    def crew(self, model: str, *, least_gib: float = 0.0) -> Any:
+    def crew(self, model: str) -> Any:
         from benchmarks.cluster_model import llama_options, stack_options
         from benchmarks.cluster_rig import Crew
 
         given, cuda = self.given, self.given.device == "cuda"
         options = (
-            llama_options(cuda=cuda, gib=max(given.llama_gib, least_gib))
+            llama_options(cuda=cuda, gib=given.llama_gib)
             if model == "llama"
             else stack_options(cuda=cuda, tokens=given.tokens)
         )
@@ -131,7 +129,7 @@ class Run:
         """Two workers on one GPU."""
         from benchmarks.cluster_sections import contention
 
-        crew = self.crew("llama", least_gib=CONTENTION_GIB if self.given.device == "cuda" else 0.0)
+        crew = self.crew("stack" if self.given.device == "cuda" else "llama")
         self.data["contention"] = contention(crew, self.given.seconds)
 
     def rounds(self) -> None:

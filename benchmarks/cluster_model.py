@@ -94,8 +94,8 @@ class Sampling:
 
 
 class BenchmarkTask:
-    """Options: see the subclasses. Items: ``seed`` and ``steps``; ``fresh`` forgets timing samples before the item;
-    ``link`` sets the host device's link (bytes a second) from now on."""
+    """Options: see the subclasses, whose sizes of inputs an item may set, too. Items: ``seed`` and ``steps``; ``fresh``
+    forgets timing samples before the item; ``link`` sets the host device's link (bytes a second) from now on."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -107,7 +107,7 @@ class BenchmarkTask:
         """The model with its parameters on meta, and the pattern of its units."""
         raise NotImplementedError
 
-    def make_input(self, seed: int, device: torch.device) -> torch.Tensor:
+    def make_input(self, item: Item, device: torch.device) -> torch.Tensor:
         """The first step's input, on the device."""
         raise NotImplementedError
 
@@ -139,7 +139,7 @@ class BenchmarkTask:
         self._sampling.stamps.clear()
         steps = int(item["steps"])
         with torch.inference_mode():
-            x = self.make_input(int(item["seed"]), self._manager.device.torch_device)
+            x = self.make_input(item, self._manager.device.torch_device)
             began, counted = time.time(), time.perf_counter()
             output = self.compute(self._model, x, steps)
         seconds, finished = time.perf_counter() - counted, time.time()
@@ -171,7 +171,7 @@ class BenchmarkTask:
         different = []
         for item, result in zip(items, results, strict=True):
             with torch.inference_mode():
-                output = self.compute(twin, self.make_input(int(item["seed"]), device), int(item["steps"]))
+                output = self.compute(twin, self.make_input(item, device), int(item["steps"]))
             raw = output.contiguous().view(torch.uint8).numpy().tobytes()
             if hashlib.sha256(raw).hexdigest() != result["digest"]:
                 different.append(str(item["id"]))
@@ -197,8 +197,9 @@ class StackTask(BenchmarkTask):
         sizes = {key: int(self.options[key]) for key in ("blocks", "width", "hidden", "heads")}
         return Shape(**sizes, dtype=DTYPES[self.options["dtype"]])
 
-    def make_input(self, seed: int, device: torch.device) -> torch.Tensor:
-        return make_input(self._shape(), int(self.options["tokens"]), device, seed=seed)
+    def make_input(self, item: Item, device: torch.device) -> torch.Tensor:
+        tokens = int(item.get("tokens", self.options["tokens"]))
+        return make_input(self._shape(), tokens, device, seed=int(item["seed"]))
 
     def compute(self, model: Any, x: torch.Tensor, steps: int) -> torch.Tensor:
         done: list[torch.cuda.Event] = []
@@ -238,9 +239,9 @@ class LlamaTask(BenchmarkTask):
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[options["dtype"]], attn_implementation="sdpa")
         return model, "model.layers.*"
 
-    def make_input(self, seed: int, device: torch.device) -> torch.Tensor:
-        numbers = torch.Generator().manual_seed(seed)
-        shape = (1, int(self.options["prompt"]))
+    def make_input(self, item: Item, device: torch.device) -> torch.Tensor:
+        numbers = torch.Generator().manual_seed(int(item["seed"]))
+        shape = (1, int(item.get("prompt", self.options["prompt"])))
         return torch.randint(1, int(self.options["vocabulary"]), shape, generator=numbers).to(device)
 
     def compute(self, model: Any, x: torch.Tensor, steps: int) -> torch.Tensor:

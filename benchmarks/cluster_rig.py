@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -159,19 +159,21 @@ class Rig:
         item = {"id": f"m{number}", "seed": number % 7, "steps": steps, "fresh": True, **more}
         return self.handles[rank].run.remote(Lease(number, (item,)))
 
-    def measure(self, ranks: Sequence[int], seconds: float, **more: Any) -> list[Reading]:
-        """These workers run at the same time for about ``seconds``, the others idle.
+    def measure(
+        self, ranks: Sequence[int], seconds: float, each: Mapping[int, dict[str, Any]] | None = None
+    ) -> list[Reading]:
+        """These workers run at the same time for about ``seconds``, the others idle. each: rank -> more for its items.
 
         Short leases first: one puts a staged plan in force, one tells how long a step takes.
         """
-        trial = 4
-        self._get([self.lease(rank, 1, **more) for rank in ranks])
-        tried: list[LeaseResult] = self._get([self.lease(r, trial, **more) for r in ranks])
+        trial, more = 4, each or {}
+        self._get([self.lease(rank, 1, **more.get(rank, {})) for rank in ranks])
+        tried: list[LeaseResult] = self._get([self.lease(rank, trial, **more.get(rank, {})) for rank in ranks])
         took = [answer.results[0]["seconds"] / trial for answer in tried]
         steps = [min(max(round(seconds / max(one, 1e-5)), 8), 4000) for one in took]
         before = self.states(ranks)
         answers: list[LeaseResult] = self._get(
-            [self.lease(rank, count, **more) for rank, count in zip(ranks, steps, strict=True)]
+            [self.lease(rank, count, **more.get(rank, {})) for rank, count in zip(ranks, steps, strict=True)]
         )
         after = self.states(ranks)
         stamps = [answer.results[0]["stamps"][RUN_AHEAD:] for answer in answers]

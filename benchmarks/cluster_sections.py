@@ -85,16 +85,24 @@ def _steps_for(made: Rig, seconds: float) -> list[int]:
     return [min(max(round(seconds / max(state.step_seconds, 1e-4)), 8), 4000) for state in made.states()]
 
 
-def contention(crew: Crew, seconds: float, *, repeats: int = 3) -> dict[str, Any]:
-    """Two workers on one GPU: a plan from what each measures alone against one from what both measure together.
+HUNGRY_TOKENS, HUNGRY_BUDGET = 64, 0.1
+"""On one GPU: the second worker's steps compute next to nothing and stream nearly all, so that the link never rests."""
 
-    Latency mode (least memory that costs no time): there the link decides how much is streamed. The model decodes,
-    bound by the host: two workers then have as much compute each as one alone, and half the link. (Where compute fills
-    the GPU both are halved, and the plan for one is the plan for two.) Host devices have a link each, so on them a link
-    that is halved while both work stands for the shared one.
+
+def contention(crew: Crew, seconds: float, *, repeats: int = 3) -> dict[str, Any]:
+    """Two workers on one link: the first one's plan from what it measures alone, against the coordinator's from what
+    both measure together.
+
+    Latency mode (least memory that costs no time): there the link decides how much is streamed. On one GPU the second
+    worker takes all of the link that it gets. (Of two workers alike whose compute fills the GPU, both compute and link
+    are halved, and the plan for one is the plan for two.) Host devices have a link each, so on them two workers alike
+    run on links that are halved while both work.
     """
-    both: dict[str, Any] = {} if crew.cuda else {"link": crew.host_link / 2}
-    alone: dict[str, Any] = {} if crew.cuda else {"link": crew.host_link}
+    half, whole = {"link": crew.host_link / 2}, {"link": crew.host_link}
+    both: dict[int, dict[str, Any]] = {0: half, 1: half}
+    alone: dict[int, dict[str, Any]] = {0: whole, 1: whole}
+    if crew.cuda:
+        both, alone = {1: {"tokens": HUNGRY_TOKENS}}, {}
     rows: dict[str, list[dict[str, Any]]] = {"solo": [], "joint": []}
     links: list[float] = []
     with rig(shared_gpu(crew)) as made:
@@ -102,29 +110,55 @@ def contention(crew: Crew, seconds: float, *, repeats: int = 3) -> dict[str, Any
         if crew.cuda and len(devices) != 1:
             raise RuntimeError(f"two workers with half a GPU each are on {len(devices)} GPUs: {sorted(devices)}")
         made.replan(latency=True, measure=False)
+        planned = None
+        if crew.cuda:
+            made.replan(budget=HUNGRY_BUDGET, workers=(1,), measure=False)
+            planned = (0,)
 
         def read(which: str, outcome: Any) -> None:
-            readings = made.measure([0, 1], seconds, **both)
-            together = sum(reading.steps_per_second for reading in readings)
-            weights = max(change.weight_bytes for change in outcome.changes)
-            rows[which].append({"steps_per_second": together, **summary(readings), "weight_bytes": weights})
+            readings = made.measure([0, 1], seconds, both)
+            first = readings[0].as_json()
+            rows[which].append(
+                {
+                    "steps_per_second": readings[0].steps_per_second,
+                    "other_steps_per_second": readings[1].steps_per_second,
+                    **{key: first[key] for key in SHOWN},
+                    "weight_bytes": next(change.weight_bytes for change in outcome.changes if change.rank == 0),
+                }
+            )
 
         for _ in range(repeats):  # in turn: clocks move
-            links += [made.measure([rank], seconds, **alone)[0].state.link_bytes_per_second for rank in (0, 1)]
-            read("solo", made.replan(latency=True, measure=True, reason="measured alone"))
-            running = [made.lease(rank, steps, **both) for rank, steps in enumerate(_steps_for(made, 2 * seconds + 1))]
+            links.append(made.measure([0], seconds, alone)[0].state.link_bytes_per_second)
+            # What it has measured alone, and nobody asked about the other.
+            read("solo", made.replan(latency=True, workers=planned, measure=False, reason="measured alone"))
+            steps = _steps_for(made, 2 * seconds + 1)
+            running = [made.lease(rank, count, **both.get(rank, {})) for rank, count in enumerate(steps)]
             time.sleep(seconds)
-            outcome = made.replan(latency=True, measure=True, reason="measured together")
+            outcome = made.replan(latency=True, workers=planned, measure=True, reason="measured together")
             ray.get(running, timeout=120)
             read("joint", outcome)
     solo, joint = _middle(rows["solo"]), _middle(rows["joint"])
     return {
-        "shared": "one GPU and its link" if crew.cuda else "a link halved while both work (host devices)",
+        "shared": "one GPU's link, with a worker that takes all that it gets"
+        if crew.cuda
+        else "a link halved for both",
         "alone_link_bytes_per_second": median(links),
         "solo": solo,
         "joint": joint,
         "speedup": joint["steps_per_second"] / solo["steps_per_second"],
+        "other_speedup": joint["other_steps_per_second"] / solo["other_steps_per_second"],
     }
+
+
+SHOWN = (
+    "step_seconds",
+    "stall_seconds",
+    "stall_share",
+    "predicted_step_seconds",
+    "streamed_bytes",
+    "total_bytes",
+    "link_bytes_per_second",
+)
 
 
 def _middle(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

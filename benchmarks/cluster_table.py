@@ -98,6 +98,7 @@ def _contention(data: dict[str, Any]) -> list[str]:
         [
             f"{which} measurements",
             f"{row['steps_per_second']:.2f}",
+            f"{row['other_steps_per_second']:.2f}",
             _ms(row["step_seconds"]),
             _ms(row["predicted_step_seconds"]),
             f"{row['stall_share']:.1%}",
@@ -109,7 +110,8 @@ def _contention(data: dict[str, Any]) -> list[str]:
     ]
     alone = _gb(found["alone_link_bytes_per_second"])
     text = (
-        f"Shared: {found['shared']}; alone a worker gets {alone} GB/s. Joint over solo: {found['speedup']:.2f} times."
+        f"Shared: {found['shared']}; alone the first worker gets {alone} GB/s. Joint over solo: "
+        f"{found['speedup']:.2f} times, the other {found['other_speedup']:.2f} times."
     )
     return [
         "## Two workers, one link: solo against joint measurements (latency mode)",

@@ -113,15 +113,24 @@ class Process:
         return values
 
 
-def memory_of(pids: list[int]) -> int:
+def memory_of(pids: list[int], fields: tuple[str, ...] = ("Pss_Anon:", "Pss_Shmem:")) -> int:
     """Anonymous and shared memory of processes, proportionally: what they take together beside page cache."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                if line.startswith(fields):
                     total += int(line.split()[1]) * 1024
     return total
+
+
+def memory_at_once(pids: list[int], directory: str) -> int:
+    """The same while processes map more and more of the store: what the tmpfs takes, and their own anonymous memory.
+
+    Shares of shared pages change between the looks at two processes, so that their sum is none at any moment.
+    """
+    status = os.statvfs(directory)
+    return (status.f_blocks - status.f_bfree) * status.f_frsize + memory_of(pids, ("Pss_Anon:",))
 
 
 def measure_memory(kind: str, count: int, checkpoint: Path, directory: str, weight_bytes: int) -> dict[str, Any]:
@@ -131,25 +140,25 @@ def measure_memory(kind: str, count: int, checkpoint: Path, directory: str, weig
     try:
         for process in processes:
             process.imported()
-        before = memory_of(pids)
+        before, empty = memory_of(pids), memory_at_once(pids, directory)
         most = 0
         with ThreadPoolExecutor(1) as pool:
             for process in processes:
                 process.go()
             ready = pool.submit(lambda: [process.ready() for process in processes])
             while not ready.done():
-                most = max(most, memory_of(pids))
+                most = max(most, memory_at_once(pids, directory) - empty)
                 time.sleep(SAMPLE_SECONDS)
             seconds = [result["seconds"] for result in ready.result()]
-        held = memory_of(pids)
+        held = memory_of(pids) - before
     finally:
         for process in processes:
             process.end()
     row = {
         "kind": kind,
         "processes": count,
-        "copies": (held - before) / weight_bytes,
-        "copies_while_filling": (max(most, held) - before) / weight_bytes,
+        "copies": held / weight_bytes,
+        "copies_while_filling": max(most, held) / weight_bytes,
         "seconds": max(seconds),
     }
     logger.info("%s", row)

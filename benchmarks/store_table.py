@@ -36,6 +36,11 @@ def markdown(data: dict[str, Any]) -> str:
             else:
                 cells += [f"{row['copies']:.3f}", f"{row['copies_while_filling']:.3f}"]
         lines.append(f"| {count} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "While filling: what the tmpfs takes and the processes' own anonymous memory, the most of many looks. (PSS of",
+        "several processes cannot be read at one moment, and pages change hands meanwhile.)",
+    ]
     lines += ["", "## Starts: seconds from the call to the end of the first planned step, imports apart", ""]
     lines += [
         f"The best of {len(data['starts'])} rounds; warm-up is discovery, profiling and the plan on the device.",
