@@ -86,7 +86,8 @@ def _contention(data: dict[str, Any]) -> list[str]:
         return []
     head = [
         "plan from",
-        "steps/s, both",
+        "steps/s",
+        "the other's",
         "step ms",
         "predicted ms",
         "stall",

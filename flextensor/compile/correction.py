@@ -4,7 +4,7 @@
 names of the buffers that it depends on. Where an op in the graph mutates a buffer (the ops at a unit's boundaries
 declare the weights as mutated), later reads carry a new, renamed buffer, while the loop body still names the real one:
 the look-up finds nothing, the read is missing from the scores, another tiling may be chosen, and with it another order
-of additions. The correction gives the look-up both names.
+of additions. The correction looks up both names and counts the real buffer.
 
 It changes one Python function for this process, only where the source is exactly the known one; installed files and
 weights stay as they are. Graph cache keys get a suffix from then on, so that graphs from before are not reused.
@@ -30,10 +30,10 @@ for inp in inputs:
 """
 CORRECTED_LOOP = """\
 for inp in inputs:
-    for expr in _flextensor_read_expressions(body, inp):
-        n_reads[expr].add(inp)
+    for expr, name in _flextensor_reads(body, inp):
+        n_reads[expr].add(name)
 """
-KEY_SUFFIX = "flextensor-mutation-reads-1"
+KEY_SUFFIX = "flextensor-mutation-reads-2"
 
 Outcome = Literal["applied", "fixed", "unknown", "absent"]
 
@@ -104,20 +104,25 @@ def corrected(function: Callable[..., Any], source: str) -> Callable[..., Any]:
     exec(
         compile(changed, f"<{function.__module__}.{function.__name__}, corrected>", "exec"), function.__globals__, scope
     )
-    function.__globals__["_flextensor_read_expressions"] = read_expressions
+    function.__globals__["_flextensor_reads"] = reads
     return functools.wraps(function)(scope[function.__name__])
 
 
-def read_expressions(body: Any, name: str) -> Any:
-    """Index expressions that ``body`` reads ``name`` with, under the name itself or that of the real buffer."""
+def reads(body: Any, name: str) -> list[tuple[Any, str]]:
+    """(index expression, buffer) of what ``body`` reads of ``name``, under the name itself or that of the real buffer.
+
+    The renamed one stands for a mutation and has no size: it is the real buffer that counts.
+    """
     from torch._inductor.virtualized import V
 
     found = body.get_all_read_expr(name)
     if found:
-        return found
+        return [(expression, name) for expression in found]
     scheduler = getattr(V.graph, "scheduler", None)
     real = getattr(scheduler, "mutation_real_name", {}).get(name)
-    return body.get_all_read_expr(real) if real is not None and real != name else found
+    if real is None or real == name:
+        return []
+    return [(expression, real) for expression in body.get_all_read_expr(real)]
 
 
 def _indented(loop: str) -> str:

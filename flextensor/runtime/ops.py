@@ -69,7 +69,11 @@ def _constant_in_graphs(function: Callable[[], int]) -> Callable[[], int]:
 
 @_constant_in_graphs
 def note_traced_unit() -> int:
-    """A unit is being traced. Raises MonolithicGraphError for the second one in the same graph."""
+    """A unit is being traced, into a graph with our ops in it: Inductor must be right about what they mutate. Raises
+    MonolithicGraphError for the second one in the same graph."""
+    from flextensor.compile.correction import apply_correction
+
+    apply_correction()
     trace = torch._guards.TracingContext.try_get()
     if trace is not None:
         if trace in _traces:

@@ -6,8 +6,9 @@ import inspect
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,18 @@ def test_the_first_compiled_offload_forward_applies_it_before_profiling_for_the_
         run(compile_fn=lambda m: m)
         ft.release()
         assert tiling.extract_normalized_read_writes is corrected
+    """)
+
+
+def test_a_unit_in_somebody_elses_graph_applies_it() -> None:
+    in_a_new_process("""
+        model = run()
+        assert correction_outcome() is None
+        x = torch.randn(2, 32)
+        region = torch.compile(lambda x: model.layers[0](x * 0.5) + 1, fullgraph=True)
+        expected = model.layers[0](x * 0.5) + 1
+        torch.testing.assert_close(region(x), expected)
+        assert correction_outcome() == "applied", correction_outcome()
     """)
 
 
@@ -166,12 +179,13 @@ def test_this_torch_has_the_defect() -> None:
     assert correction.classify(function)[0] == "known"
 
 
-def reads_seen(*, corrected: bool) -> list[set[str]]:
-    """What the tiling analysis sees of each node's reads in a graph in which an op mutates a weight first."""
+Look = Callable[[scheduler.BaseSchedulerNode], object]
+
+
+def looked_at(function: Callable[..., torch.Tensor], look: Look) -> list[Any]:
+    """What ``look`` finds in each node of the function's graph as the tiling analysis meets it."""
     torch._dynamo.reset()
-    original = inspect.unwrap(tiling_utils.extract_normalized_read_writes)
-    analysis = correction.corrected(original, correction.classify(original)[1]) if corrected else original
-    seen: list[set[str]] = []
+    seen: list[Any] = []
     codegen = scheduler.Scheduler.codegen
 
     def look_then_generate(self: scheduler.Scheduler) -> None:
@@ -180,21 +194,28 @@ def reads_seen(*, corrected: bool) -> list[set[str]]:
                 # The analysis serves GPU code generation, which groups nodes by products of sizes, not by sizes.
                 device, sizes = group = node.group
                 node.group = (device, tuple(sympy_product(size) for size in sizes))
-                found = analysis(node)
+                seen.append(look(node))
                 node.group = group
-                assert found is not None
-                seen.append({name for names in found.reads.values() for name in names})
         codegen(self)
-
-    def touched(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        torch.ops.tiling_test.touch([weight])
-        return (weight.t() * 2.0 + x).relu()
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(scheduler.Scheduler, "codegen", look_then_generate)
         with torch._inductor.config.patch(fx_graph_cache=False):
-            torch.compile(touched, fullgraph=True)(torch.randn(64, 64), torch.randn(64, 64))
+            torch.compile(function, fullgraph=True)(torch.randn(64, 64), torch.randn(64, 64))
     return seen
+
+
+def weight_first(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """As in a unit: its weight is said to be mutated, and then read."""
+    torch.ops.tiling_test.touch([weight])
+    return (weight.t() * 2.0 + x).relu()
+
+
+def output_last(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """As around a unit: its output is said to be mutated, and then read."""
+    y = (x * 0.5 + weight.t()).relu()
+    torch.ops.tiling_test.touch([y])
+    return y + 1
 
 
 @pytest.fixture
@@ -208,8 +229,32 @@ def touch() -> Iterator[None]:
     library._destroy()
 
 
+def analysis(*, corrected: bool) -> Callable[..., Any]:
+    """The reads and writes that the tiling analysis starts from."""
+    original = inspect.unwrap(tiling_utils.extract_normalized_read_writes)
+    return correction.corrected(original, correction.classify(original)[1]) if corrected else original
+
+
 def test_the_tiling_analysis_loses_a_mutated_weights_read_without_the_correction(touch: None) -> None:
-    without, with_it = reads_seen(corrected=False), reads_seen(corrected=True)
+    def names(*, corrected: bool) -> list[set[str]]:
+        find = analysis(corrected=corrected)
+        return looked_at(weight_first, lambda node: {name for some in find(node).reads.values() for name in some})
+
+    without, with_it = names(corrected=False), names(corrected=True)
     assert len(without) == len(with_it) == 1
     assert len(with_it[0]) == 2, "the weight and the activation"
     assert len(without[0]) == 1, "the activation alone"
+
+
+@pytest.mark.parametrize("function", [weight_first, output_last])
+def test_what_is_mutated_counts_with_its_size(touch: None, function, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scores that a tiling is chosen by: bytes read and written along each loop."""
+    score = getattr(tiling_utils, "_analyze_memory_coalescing", None) or tiling_utils.analyze_memory_coalescing
+
+    def scores(*, corrected: bool) -> list[int]:
+        monkeypatch.setattr(tiling_utils, "extract_normalized_read_writes", analysis(corrected=corrected))
+        return looked_at(function, lambda node: sum(score(node).coalesced_by_var.values()))
+
+    read_once = 64 * 64 * 4
+    lost = [more - less for more, less in zip(scores(corrected=True), scores(corrected=False), strict=True)]
+    assert sum(lost) == read_once and max(lost) == read_once
