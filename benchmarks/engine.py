@@ -12,10 +12,10 @@ because clocks move. ``--rounds`` repeats everything. PUBLIC_FLEXTENSOR names th
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -96,16 +96,18 @@ class Driver:
 
     def run(self, work: Sequence[Job]) -> None:
         """All rounds."""
-        for round_number in range(self.given.rounds):
-            for job in work:
-                if self.time_is_up():
-                    self._skip(job, "not run: the time limit came first")
-                    continue
-                before = time.monotonic()
-                self._run(job)
-                logger.info("%s took %.0f s (round %d)", job.contender, time.monotonic() - before, round_number + 1)
-                self.write()
-        self.write()
+        try:
+            for round_number in range(self.given.rounds):
+                for job in work:
+                    if self.time_is_up():
+                        self._skip(job, "not run: the time limit came first")
+                        continue
+                    before = time.monotonic()
+                    self._run(job)
+                    logger.info("%s took %.0f s (round %d)", job.contender, time.monotonic() - before, round_number + 1)
+                    self.write()
+        finally:
+            self.write()
 
     def time_is_up(self) -> bool:
         """True when no further process is to be started."""
@@ -128,13 +130,20 @@ class Driver:
             if given.tiny:
                 command.append("--tiny")
             code: int | None = None
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 code = subprocess.run(command, cwd=ROOT, env=child_environment(job), timeout=PROCESS_SECONDS).returncode
-            lines = file.read_text().splitlines() if file.exists() else []
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                how = "stopped: out of time" if code is None else f"failed: exit code {code}"
+                self._take_rows(job, file, how)
+
+    def _take_rows(self, job: Job, file: Path, how: str) -> None:
+        """What the process wrote; ``how`` stands in the rows that it did not come to."""
+        lines = file.read_text().splitlines() if file.exists() else []
         found = [Row.from_json(json.loads(line)) for line in lines]
         self.rows += found
         have = {(row.tokens, row.target) for row in found}
-        how = f"stopped after {PROCESS_SECONDS:.0f} s" if code is None else f"failed: exit code {code}"
         for count, targets in job.plan.items():
             self.rows += [Row(job.contender, count, t, status=how) for t in targets if (count, t) not in have]
 
@@ -144,6 +153,7 @@ class Driver:
         data = {
             "benchmark": "engine",
             "environment": self.environment,
+            "note": self.given.note,
             "settings": {
                 "rounds": self.given.rounds,
                 "repeats": self.given.repeats,
@@ -153,8 +163,8 @@ class Driver:
             "seconds": time.monotonic() - self.started,
             "rows": [row.as_json() for row in merged],
         }
-        name = "engine-tiny" if self.given.tiny else "engine"
-        write_results(self.given.output, name, data, lambda: markdown(merged, self.environment))
+        name = self.given.name or ("engine-tiny" if self.given.tiny else "engine")
+        write_results(self.given.output, name, data, lambda: markdown(merged, self.environment, self.given.note))
         from benchmarks.plots import engine_picture
 
         engine_picture(merged, self.given.output / f"{name}.png")
@@ -190,6 +200,8 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--trace", default="6", help="the target of which a trace is written")
     options.add_argument("--output", type=Path, default=RESULTS)
+    options.add_argument("--name", help="of the result's files; default engine, tiny engine-tiny")
+    options.add_argument("--note", default="", help="said on the page: what else the machine did")
     options.add_argument("--tiny", action="store_true", help="a small model on the host device")
     return options
 
@@ -214,6 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
         work = [job for job in work if job.contender in given.contenders]
         work += [Job(name, job.plan) for name in OPTIONAL if name in given.contenders for job in ours]
     driver = Driver(given)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was found is written
     driver.run(work)
     return 1 if any(row.status.startswith("failed") for row in driver.rows if row.contender.startswith("ours")) else 0
 

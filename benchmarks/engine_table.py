@@ -11,9 +11,9 @@ from benchmarks.rows import GIB, Row, target_words
 Column = tuple[str, Callable[[Row], str]]
 
 
-def markdown(rows: Sequence[Row], environment: dict[str, Any]) -> str:
-    """The whole page."""
-    lines = ["# Engine benchmark", "", *environment_lines(environment), ""]
+def markdown(rows: Sequence[Row], environment: dict[str, Any], note: str = "") -> str:
+    """The whole page. note: what else is to be known of this run."""
+    lines = ["# Engine benchmark", "", *environment_lines(environment), *([note] if note else []), ""]
     links = [row.link_bytes_per_second for row in rows if row.link_bytes_per_second]
     if links:
         lines += [

@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 PEAK_MARGIN = 1 << 20
 """Left free under a peak target: the allocator rounds each tensor up."""
 BLOCK_SECONDS = 0.5
-SETTLE_STEPS = 32
-"""Steps before a latency plan is asked for."""
+SETTLE_SECONDS = 3.0
+"""Of steps before a latency plan is asked for."""
 BOUND_BY_LINK = 1.03
 """A plan whose copies take so many times the resident model's step is timed as it is; clocks matter to all others."""
-SUSTAINED_STEPS = 12
-"""Steps before another plan is asked for: one comes in the midst of a job's work, not after a pause."""
+SUSTAINED_SECONDS = 1.0
+"""Of steps before another plan is asked for: one comes in the midst of a job's work, not after a pause."""
 HOST_STEPS = 7
 SAMPLED_STEPS = SETTLED_SAMPLES
 """Timed visit by visit after each block, to say where its time goes."""
@@ -156,15 +156,15 @@ class Sweep:
         if budget is None:
             self._settle_clocks()
         else:
-            self._load(SUSTAINED_STEPS)
+            self._load(SUSTAINED_SECONDS)
         start = time.perf_counter()
         plan = self.manager.solve(budget, self.manager.current_profile())
         return plan, budget, time.perf_counter() - start
 
-    def _load(self, steps: int) -> None:
-        """So many steps back to back under the plan in force; what is measured next is what the last of them took."""
-        for _ in range(steps):
-            self.step()
+    def _load(self, seconds: float) -> None:
+        """Steps back to back under the plan in force for about so long; what is measured next is what the last of them
+        took."""
+        sustain(self.step, seconds if self.torch_device.type == "cuda" else seconds / 20, self.torch_device)
         with self.manager.every_step_timed():
             for _ in range(SAMPLED_STEPS):
                 self.step()
@@ -174,7 +174,7 @@ class Sweep:
         waits for copies its clocks are higher, and a latency plan from such times keeps more resident than it must."""
         for _ in range(2):
             self.put_in_force(self.manager.solve(None, self.manager.current_profile()))
-            self._load(SETTLE_STEPS)
+            self._load(SETTLE_SECONDS)
 
     def put_in_force(self, plan: Plan) -> float:
         """Seconds until the first step under ``plan`` is done."""

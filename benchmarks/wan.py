@@ -56,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--backend", help="torch.compile's; default inductor, tiny aot_eager")
     options.add_argument("--mode", default="", help="torch.compile's")
     options.add_argument("--output", type=Path, default=RESULTS)
+    options.add_argument("--name", help="of the result's files; default wan, tiny wan-tiny")
+    options.add_argument("--note", default="", help="said on the page: what else the machine did")
     options.add_argument("--tiny", action="store_true", help="a small model on the host device")
     options.add_argument("--one", metavar="PATH", help=argparse.SUPPRESS)
     options.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
@@ -155,6 +157,7 @@ def run_all(given: argparse.Namespace) -> int:
         data: dict[str, Any] = {
             "benchmark": "wan",
             "environment": found,
+            "note": given.note,
             "settings": {
                 "backend": given.backend,
                 "mode": given.mode,
@@ -167,8 +170,8 @@ def run_all(given: argparse.Namespace) -> int:
             "starts": starts,
             "rows": [row.as_json() for row in rows],
         }
-        name = "wan-tiny" if given.tiny else "wan"
-        write_results(given.output, name, data, partial(markdown, rows, starts, found, data["settings"]))
+        name = given.name or ("wan-tiny" if given.tiny else "wan")
+        write_results(given.output, name, data, partial(markdown, rows, starts, found, data["settings"], given.note))
     return 1 if any(row.status.startswith(("failed", "stopped")) for row in rows) else 0
 
 

@@ -47,12 +47,17 @@ that knows compiled times is done; of the resident model, until its second step 
 
 
 def markdown(
-    rows: Sequence[Row], starts: Sequence[dict[str, Any]], environment: dict[str, Any], settings: dict[str, Any]
+    rows: Sequence[Row],
+    starts: Sequence[dict[str, Any]],
+    environment: dict[str, Any],
+    settings: dict[str, Any],
+    note: str = "",
 ) -> str:
-    """The whole page."""
+    """The whole page. note: what else is to be known of this run."""
     mode = f", mode {settings['mode']}" if settings["mode"] else ""
     lines = ["# Wan benchmark: a video transformer, compiled and offloaded", "", *environment_lines(environment)]
-    lines += [f"Compiled with {settings['backend']}{mode}; diffusers {settings['diffusers']}.", "", *_link(rows)]
+    lines += [f"Compiled with {settings['backend']}{mode}; diffusers {settings['diffusers']}."]
+    lines += [*([note] if note else []), "", *_link(rows)]
     columns = [(head, show) for head, show in COLUMNS if head in SHOWN]
     for tokens in dict.fromkeys(row.tokens for row in rows if row.tokens):
         lines += [f"## {tokens} tokens", "", _line([head for head, _ in columns]), "|" + "---|" * len(columns)]
