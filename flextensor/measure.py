@@ -173,70 +173,24 @@ def kinds_from_live(
     """
     by_name = {kind.name: kind for kind in known}
     for name in {step.kind for step in steps if step.kind}:
-        by_name[name] = _kind_from_live(name, [step for step in steps if step.kind == name], by_name.get(name))
+        rows = [step for step in steps if step.kind == name]
+        gaps = [
+            [step.outside, *(max(step.arrive[at] - step.end[at - 1], 0.0) for at in range(1, len(step.end)))]
+            for step in rows
+        ]
+        before = by_name.get(name)
+        by_name[name] = StepKind(
+            name,
+            compute=_median([step.compute for step in rows]),
+            gap=_median(gaps),
+            host=_median([step.host for step in rows]) if before is None else before.host,
+        )
     total = sum(counts[name] for name in by_name) or 1
     return tuple(
         replace(kind, weight=counts[kind.name] / total if counts else kind.weight)
         for kind in by_name.values()
         if counts[kind.name] or not counts
     ) or tuple(known)
-
-
-def _kind_from_live(name: str, rows: Sequence[StepTimes], known: StepKind | None) -> StepKind:
-    """[Note: who waits for whom] A device that waits for the host takes as long from event to event as the host takes
-    from call to call, whatever it computes; a host that is far ahead waits for room in the device's queue. What one of
-    the two takes while it waits is an upper bound. Of bounds the least counts, also of what was known before; of times
-    that are one's own, the median."""
-    compute = [step.compute for step in rows]
-    gaps = [
-        [step.outside, *(max(step.arrive[at] - step.end[at - 1], 0.0) for at in range(1, len(step.end)))]
-        for step in rows
-    ]
-    waits = [step.between for step in rows if step.between is not None]
-    between = statistics.median(waits) if waits else 0.0
-    if all(step.caught_up for step in rows):
-        issue, before = [step.host for step in rows], [step.host_before for step in rows]
-        waited = [step.caught_up for step in rows]
-        waited_before = [(row[0], *row[:-1]) for row in waited]
-        count = len(rows[0].end)
-        unknown = (float("inf"),) * count
-        own_compute = _own(compute, issue, waited, unknown if known is None else known.compute)
-        own_gap = _own(gaps, before, waited_before, unknown)
-        ahead = [[not one for one in row] for row in waited]
-        ahead_before = [[not one for one in row] for row in waited_before]
-        issued = _own(issue, None, ahead, unknown if known is None else known.host)
-        came = _own(before, None, ahead_before, unknown)
-        host = [one + other for one, other in zip(issued, came, strict=True)]
-    else:
-        own_compute, own_gap = _median(compute), _median(gaps)
-        host = list(_median([step.host for step in rows]) if known is None else known.host)
-    # Nothing of the next step can be issued before this time is over where the caller reads what a step has computed.
-    host[0] += between
-    return StepKind(name, own_compute, (own_gap[0] + between, *own_gap[1:]), tuple(host))
-
-
-SLOWER = 1.1
-"""A device that takes so many times as long as the host for the same has not waited for it."""
-
-
-def _own(
-    seconds: Sequence[Sequence[float]],
-    other: Sequence[Sequence[float]] | None,
-    waited: Sequence[Sequence[bool]],
-    known: Sequence[float],
-) -> tuple[float, ...]:
-    """Column by column, the seconds of one of the two itself: the median of the times in which it has not waited for
-    the ``other``; without such, the least that there is. See [Note: who waits for whom]."""
-    found = []
-    for at, least in enumerate(known):
-        column = [row[at] for row in seconds]
-        own = [
-            value
-            for row, value in enumerate(column)
-            if not waited[row][at] or (other is not None and value > SLOWER * other[row][at])
-        ]
-        found.append(statistics.median(own) if own else min(*column, least))
-    return tuple(found)
 
 
 def _median(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:

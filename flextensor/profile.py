@@ -53,8 +53,7 @@ class StepKind:
     compute: seconds on the device from the visit's start to its end, its weights being there.
     gap: seconds on the compute stream before the visit that belong to no unit (``gap[0]``: also what
         happens between the last visit of a step and the first of the next).
-    host: seconds that the host needs to come to the visit and to issue it; where that exceeds ``compute`` and ``gap``
-        the step is bound by it. The first visit's holds what the host needs outside visits, too.
+    host: seconds that the host needs to issue the visit; where it exceeds ``compute`` the step is bound by it.
     weight: the share of steps of this kind in the mix that a plan is made for.
     """
 

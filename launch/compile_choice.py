@@ -72,12 +72,13 @@ class CompileChoice:
 
     def offload_config(self, config: OffloadConfig) -> OffloadConfig:
         """``config`` as this choice needs it: ``external_compile`` set or not. Eager times serve only until the replan:
-        one step of them is enough."""
+        one step of them is enough, where the caller does not ask for more."""
         if config.external_compile == (self.how == "external"):
             return config
-        if self.how == "external":
-            return config.updated(external_compile=True, profiling_iters=1)
-        return config.updated(external_compile=False)
+        if self.how != "external":
+            return config.updated(external_compile=False)
+        one_step = "profiling_iters" not in config.model_fields_set and not config.skip_discovery
+        return config.updated(external_compile=True, **({"profiling_iters": 1} if one_step else {}))
 
     def compile_fn(self) -> Callable[[nn.Module], nn.Module] | None:
         """What ``offload(..., compile_fn=...)`` takes."""

@@ -117,12 +117,12 @@ class Layout:
 
     @cached_property
     def weights(self) -> tuple[float, ...]:
-        """Seconds of compute and gap a visit, or of the host where it is slower, over the mix of kinds; never 0."""
+        """Seconds of compute and gap a visit, over the mix of step kinds; never 0."""
         kinds = kinds_of(self.profile)
         weights = [0.0] * len(self.profile.visits)
         for share, kind in zip(kind_weights(kinds), kinds, strict=True):
-            for v, (compute, gap, host) in enumerate(zip(kind.compute, kind.gap, kind.host, strict=True)):
-                weights[v] += share * max(compute + gap, host)
+            for v, (compute, gap) in enumerate(zip(kind.compute, kind.gap, strict=True)):
+                weights[v] += share * (compute + gap)
         # Where nothing is computed, all visits count alike; elsewhere this changes nothing.
         even = max(1e-3 * sum(weights) / max(len(weights), 1), 1e-9)
         return tuple(w + even for w in weights)

@@ -33,11 +33,7 @@ class StepTimes:
 
     arrive: the compute stream reached the visit. start: its weights were there. end: it was done.
     host: seconds that the host took to issue it. outside: seconds on the compute stream of the model's own call before
-    the first visit and after the last. host_before: seconds that the host took from the visit before to this one, waits
-    apart; first, what it took for ``outside``. caught_up: whether the device had come as far as the host when the host
-    had issued a visit, and so may have waited for it. Both are empty where the host is the device. between: seconds on
-    the compute stream from the end of the model's call to the start of the next, a step's own at most; None where none
-    followed.
+    the first visit and after the last.
     """
 
     kind: str
@@ -47,9 +43,6 @@ class StepTimes:
     host: tuple[float, ...]
     copies: tuple[CopySpan, ...]
     outside: float = 0.0
-    host_before: tuple[float, ...] = ()
-    caught_up: tuple[bool, ...] = ()
-    between: float | None = None
 
     @property
     def compute(self) -> tuple[float, ...]:
@@ -65,50 +58,35 @@ class StepTimes:
 class StepTrace:
     """The events of one step while it is under way."""
 
-    def __init__(self, recorder: Recorder, visits: int, *, captured: bool = False) -> None:
+    def __init__(self, recorder: Recorder, visits: int) -> None:
         self._recorder = recorder
-        self._asks = not captured and not recorder.host_computes  # in a capture no event can be asked
         self.kind = ""
         self._arrive: list[Event | None] = [None] * visits
         self._start: list[Event | None] = [None] * visits
         self._end: list[Event | None] = [None] * visits
-        self._host_arrive = [0.0] * visits
         self._host_start = [0.0] * visits
-        self._host_end = [0.0] * visits
-        self._host_begin = self._host_close = 0.0
-        self._caught_up = [False] * visits
+        self._host = [0.0] * visits
         self._copies: list[tuple[int, int, Event, Event]] = []
         self._begin: Event | None = None
         self._close: Event | None = None
-        self._next: Event | None = None
 
     def begin(self, stream: Stream) -> None:
         """The model's call starts."""
-        self._host_begin = time.perf_counter()
         self._begin = self._mark(stream)
 
     def close(self, stream: Stream) -> None:
         """The model's call is over."""
         self._close = self._mark(stream)
-        self._host_close = time.perf_counter()
-
-    def follow(self, stream: Stream) -> None:
-        """The model's next call starts."""
-        self._next = self._mark(stream)
 
     def arrive(self, visit: int, stream: Stream) -> None:
         self._arrive[visit] = self._mark(stream)
-        self._host_arrive[visit] = time.perf_counter()
 
     def start(self, visit: int, stream: Stream) -> None:
         self._start[visit] = self._mark(stream)
         self._host_start[visit] = time.perf_counter()
 
     def end(self, visit: int, stream: Stream) -> None:
-        self._host_end[visit] = time.perf_counter()
-        start = self._start[visit]
-        if self._asks and start is not None:
-            self._caught_up[visit] = start.query()
+        self._host[visit] = time.perf_counter() - self._host_start[visit]
         self._end[visit] = self._mark(stream)
 
     def copy_begin(self, stream: Stream) -> Event:
@@ -129,7 +107,7 @@ class StepTrace:
 
     def events(self) -> list[Event]:
         spans = [event for _, _, begin, end in self._copies for event in (begin, end)]
-        marks = (*self._arrive, *self._start, *self._end, self._begin, self._close, self._next)
+        marks = (*self._arrive, *self._start, *self._end, self._begin, self._close)
         return [e for e in marks if e is not None] + spans
 
     def times(self) -> StepTimes:
@@ -145,24 +123,10 @@ class StepTrace:
             for visit, nbytes, begin, end in self._copies
         )
         arrive, start, end = at(self._arrive), at(self._start), at(self._end)
-        outside, between = 0.0, None
-        if self._begin is not None and self._close is not None:
-            call = self._begin.elapsed_seconds(self._close)
-            outside = max(call - end[-1], 0.0)
-            if self._next is not None:
-                # Who computes nothing for longer than a step takes has no work.
-                between = min(max(self._close.elapsed_seconds(self._next), 0.0), call)
-        host = tuple(e - s for s, e in zip(self._host_start, self._host_end, strict=True))
-        caught_up = tuple(self._caught_up) if self._asks else ()
-        return StepTimes(self.kind, arrive, start, end, host, copies, outside, self._host_before(), caught_up, between)
-
-    def _host_before(self) -> tuple[float, ...]:
-        if not self._asks:
-            return ()
         outside = 0.0
         if self._begin is not None and self._close is not None:
-            outside = self._host_arrive[0] - self._host_begin + self._host_close - self._host_end[-1]
-        return (outside, *(a - e for e, a in zip(self._host_end, self._host_arrive[1:], strict=False)))
+            outside = max(self._begin.elapsed_seconds(self._close) - end[-1], 0.0)
+        return StepTimes(self.kind, arrive, start, end, tuple(self._host), copies, outside)
 
 
 class Recorder:
@@ -181,9 +145,6 @@ class Recorder:
         self._in_graphs: list[StepTrace] = []
         """Every step captured under the plan in force: graphs that may be replayed record their events."""
         self._unclosed: StepTrace | None = None
-        self._closed: StepTrace | None = None
-        """The step before, while it is not known when the next begins."""
-        self.host_computes = device.torch_device.type == "cpu"
         self.capture_events = False
         """Time captured steps with external events (``offload_timing="cuda_graph"``)."""
 
@@ -197,14 +158,11 @@ class Recorder:
             self._captured = None
             if not self.capture_events:
                 return None
-            trace = self._captured = StepTrace(self, visits, captured=True)
+            trace = self._captured = StepTrace(self, visits)
             trace.kind = kind
             trace.begin(stream)
             self._in_graphs.append(trace)
             return trace
-        if self._closed is not None and self._closed in self._pending:
-            self._closed.follow(stream)
-        self._closed = None
         self.harvest()
         if self.every == 0:
             return None
@@ -230,7 +188,7 @@ class Recorder:
         """The model's call is over: what it did after its last visit counts too."""
         if self._unclosed is not None:
             self._unclosed.close(stream)
-            self._closed, self._unclosed = self._unclosed, None
+            self._unclosed = None
 
     def harvest(self, *, wait: bool = False) -> None:
         """Turn what is done into numbers; with ``wait``, everything that was recorded."""
@@ -267,7 +225,6 @@ class Recorder:
     def break_sequence(self) -> None:
         """What follows is no continuation of the last step (a replan, a pause): its duration means nothing."""
         self._boundaries.clear()
-        self._closed = None
 
     def clear(self) -> None:
         """Forget all samples."""
@@ -275,7 +232,7 @@ class Recorder:
         self.step_seconds.clear()
         self._pending.clear()
         self._boundaries.clear()
-        self._unclosed = self._closed = None
+        self._unclosed = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 
 import pytest
 import torch
@@ -13,10 +12,8 @@ from torch import nn
 import flextensor as ft
 from flextensor.diagnostics import SETTLED_STEPS
 from flextensor.live import SETTLED_SAMPLES
-from flextensor.measure import kinds_from_live
-from flextensor.profile import StepKind
 from flextensor.runtime.host import HostDevice
-from flextensor.runtime.timing import Recorder, StepTimes
+from flextensor.runtime.timing import Recorder
 from tests.engine.conftest import MakePair
 from tests.engine.harness import Pair, noise
 from tests.engine.models import Blocks, delay_compute
@@ -161,88 +158,6 @@ def test_what_the_root_does_outside_its_units_is_part_of_the_step(pair: MakePair
     assert expected is not None and expected.measured == "live"
     assert expected.prediction.step_seconds > shortest * (5e-3 + 10e-3 + 5 * 1e-3)
     assert all(step.outside > shortest * 14e-3 for step in one.manager.sampled_steps())
-
-
-def test_what_the_caller_does_between_steps_is_part_of_the_step(pair: MakePair, device: str) -> None:
-    one = pair(Sleepers(seconds=1e-3), noise(1, 128), offload_timing="eager", budget=0.6, link=1e9)
-    one.to_inference()
-    for _ in range(SETTLED_SAMPLES + 1):
-        y = one.model(*one.arguments())
-        y.sum().item()  # as who reads each token
-        time.sleep(4e-3)
-    one.manager.collect_offload_timing()
-    steps = one.manager.sampled_steps()
-    assert steps[-1].between is None, "no step has followed"
-    assert all(step.between is not None and step.between > 3.5e-3 for step in steps[:-1])
-    expected = one.manager.expectation()
-    assert expected is not None and expected.measured == "live"
-    assert expected.prediction.step_seconds > 4e-3 + 0.8 * 5e-3
-    one.manager.reset_offload_timing()
-    one.run_alone(1)
-    time.sleep(0.2)
-    one.run_alone(2)
-    one.manager.collect_offload_timing()
-    pause = one.manager.sampled_steps()[0].between
-    assert pause is not None and pause < 0.1, "a pause longer than a step is no part of it"
-
-
-def test_who_waits_for_the_other_tells_an_upper_bound_only() -> None:
-    def step(compute: float, issue: float, caught_up: bool) -> StepTimes:
-        """Two visits; in seconds."""
-        start = (0.0, compute + 0.5)
-        end = tuple(at + compute for at in start)
-        told = (caught_up, caught_up)
-        return StepTimes("decode", start, start, end, (issue, issue), (), 1.0, (0.5, 0.5), told, between=0.25)
-
-    known = StepKind("decode", compute=(2.0, 2.0), gap=(0.0, 0.0), host=(4.0, 6.0))
-    counts = Counter({"decode": 2})
-
-    def found(*steps: StepTimes) -> StepKind:
-        (kind,) = kinds_from_live(steps, counts, [known])
-        return kind
-
-    bound_by_host = found(step(5.0, 5.0, True), step(5.2, 5.0, True), step(7.0, 7.0, True))
-    assert bound_by_host.compute == (2.0, 2.0), "what was known is less"
-    assert bound_by_host.host == (5.0 + 0.5 + 0.25, 5.0 + 0.5), "the way to the visit, and the pause"
-    behind = found(step(5.0, 5.0, True), step(1.0, 5.0, False), step(5.0, 5.0, True))
-    assert behind.compute == (1.0, 1.0), "once the device was behind and showed its own time"
-    full = found(step(9.0, 9.0, False), step(8.0, 8.0, False), step(8.5, 8.5, False))
-    assert full.compute == (8.5, 8.5), "a device that is behind: the median, clocks move"
-    assert full.host == (4.0 + 0.5 + 0.25, 6.0 + 0.5), "a host that waits for room in the queue: the least known"
-    slow = found(step(9.0, 5.0, True), step(8.0, 5.0, True), step(8.5, 5.0, True))
-    assert slow.compute == (8.5, 8.5), "one that begins at once and takes longer than the host"
-    assert slow.gap[0] == 1.0 + 0.25
-    named = StepTimes("decode", (0.0,), (0.0,), (3.0,), (3.0,), ())
-    alone = StepKind("decode", (2.0,), (0.0,), (1.0,))
-    (same,) = kinds_from_live([named], counts, [alone])
-    assert same.compute == (3.0,) and same.host == (1.0,), "where the host computes, its time is the device's"
-
-
-def test_a_step_bound_by_the_host_is_foreseen(pair: MakePair, device: str) -> None:
-    """Units that compute little, and take the host long."""
-    if device == "host":
-        pytest.skip("there the host computes")
-
-    class Slow(Sleeper):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(2e-3)
-            return self.lin(x)
-
-    model = Sleepers(count=8)
-    model.layers = nn.ModuleList(Slow(0.0) for _ in range(8))
-    one = pair(model, noise(1, 128), offload_timing="eager", budget=0.6)
-    one.to_inference()
-    one.manager.reset_offload_timing()
-    for _ in range(3 * SETTLED_SAMPLES):
-        one.model(*one.arguments()).sum().item()
-    one.manager.collect_offload_timing()
-    caught_up = [at_once for step in one.manager.sampled_steps() for at_once in step.caught_up]
-    assert sum(caught_up) > 0.8 * len(caught_up)
-    kind = one.manager.current_profile().kinds[0]
-    assert sum(kind.host) > 8 * 2e-3
-    told, live = one.manager.expectation(), one.manager.live()
-    assert told is not None
-    assert abs(told.prediction.step_seconds / live.step_seconds - 1) < 0.15
 
 
 def test_a_captured_step_counts_what_the_root_does_too() -> None:

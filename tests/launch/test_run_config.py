@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from flextensor.config import ConfigError
+from flextensor.config import ConfigError, OffloadConfig
+from launch.compile_choice import CompileChoice
 from launch.run_config import RunConfig, load_run_config, parse_assignments
 
 ROOT = Path(__file__).parents[2]
@@ -111,3 +112,12 @@ def test_the_demo_config_is_usable_and_its_prompts_are_all_good(monkeypatch: pyt
 def test_a_run_config_cannot_be_changed() -> None:
     with pytest.raises(ValueError):
         RunConfig(model=Path("m"), prompts=Path("p")).workers = 3  # type: ignore[misc]
+
+
+def test_external_compilation_profiles_one_eager_step_unless_the_caller_asks_for_more() -> None:
+    external = CompileChoice("external", "aot_eager", "")
+    assert external.offload_config(OffloadConfig()).profiling_iters == 1
+    assert external.offload_config(OffloadConfig(profiling_iters=5)).profiling_iters == 5
+    assert external.offload_config(OffloadConfig(skip_discovery=True)).profiling_iters > 1
+    inside = CompileChoice("compile_fn", "aot_eager", "")
+    assert not inside.offload_config(OffloadConfig(external_compile=True)).external_compile
