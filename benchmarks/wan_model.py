@@ -6,6 +6,7 @@ diffusers keeps a few weights in float32 beside bfloat16; so does this model. 26
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ from launch.wan_checkpoint import cast_parameters
 logger = logging.getLogger(__name__)
 
 PATTERN = "blocks.*"
+DETERMINISTIC = "TORCHINDUCTOR_DETERMINISTIC"
+"""Inductor's own: reductions are configured without timing, so that two compilations of one graph give one result."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +219,11 @@ class WanSweep(Sweep):
         self.start.later_graphs = graphs_made() - self.start.graphs
         self.link = link_bandwidth(self.device, nbytes=(256 << 20) if cuda else 4 << 20)
         twin: Any = build(self.shape, self.torch_device)
+        if os.environ.get(DETERMINISTIC) == "1":
+            from torch._inductor import config as inductor_config
+
+            # Dynamo ends the mode with each frame that it compiles (pytorch issue 198563).
+            inductor_config.deterministic = True
         CompileChoice("external", self.choice.backend, self.choice.mode).compile_modules(twin.blocks)
         self._twin = twin
         first = self.resident_step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -30,8 +31,17 @@ def clean_dynamo() -> Iterator[None]:
 def same_kernels_for_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU Inductor picks a reduction's configuration by timing it; on a busy one two compilations of one graph
     would differ in the last bits."""
-    if hasattr(inductor_config, "deterministic"):  # torch 2.10 and later
-        monkeypatch.setattr(inductor_config, "deterministic", True)
+    if not hasattr(inductor_config, "deterministic"):  # torch 2.10 and later
+        return
+    restore = torch.use_deterministic_algorithms
+
+    def restore_and_keep(*args: Any, **kwargs: Any) -> None:
+        """Dynamo restores torch's own setting after each frame, which ends Inductor's mode (pytorch issue 198563)."""
+        restore(*args, **kwargs)
+        inductor_config.deterministic = True
+
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", restore_and_keep)
+    monkeypatch.setattr(inductor_config, "deterministic", True)
 
 
 @pytest.fixture

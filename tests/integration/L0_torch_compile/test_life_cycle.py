@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 
 import flextensor as ft
 from flextensor.compiled_offload import correction_outcome
@@ -135,3 +136,13 @@ def test_compile_fn_and_external_compile_exclude_each_other() -> None:
     model, _ = pair()
     with pytest.raises(ft.ConfigError, match=r"external_compile = True and compile_fn exclude each other"):
         ft.offload(model, streaming(model, external_compile=True), compile_fn=compile_unit)
+
+
+def test_whatever_is_compiled_second_is_configured_as_the_first(device) -> None:
+    """Of this folder's tests themselves: where Inductor's choices differ, so do the last bits of what is compared."""
+    if not hasattr(inductor_config, "deterministic"):
+        pytest.skip("torch before 2.10")
+    model, twin = external(device)
+    x = inputs(device)
+    assert torch.equal(model(x), twin(x)) and graphs() > 0
+    assert inductor_config.deterministic is True
