@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,20 @@ def test_the_full_model_has_the_documented_size() -> None:
     assert len(model.layers) == 24
     assert sum(p.numel() for p in model.layers[0].parameters()) == 243_277_824
     assert weight_bytes(model) / 2**30 == pytest.approx(10.88, abs=0.01)
+
+
+def test_a_run_that_is_stopped_keeps_what_it_found(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.engine", "--tiny", "--repeats", "1", "--seconds", "0.02"]
+    run = subprocess.Popen([*command, "--output", str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    assert run.stderr is not None
+    for line in run.stderr:
+        if "resident took" in line:
+            run.terminate()
+            break
+    run.stderr.read()
+    assert run.wait(60) == 143
+    rows = json.loads((tmp_path / "engine-tiny.json").read_text())["rows"]
+    statuses = {row["contender"]: row["status"] for row in rows}
+    assert statuses["resident"] == "ok"
+    assert statuses.get("ours", "stopped").startswith("stopped")
+    assert (tmp_path / "engine-tiny.md").exists()
