@@ -120,8 +120,7 @@ class Switching:
         """See ``Worker.join``."""
         engines = self._engines
         engines.find()
-        if assignment.paused:
-            self._gate.pause()
+        (self._gate.pause if assignment.paused else self._gate.resume)()
         if assignment.step_index is not None:
             self._gate.align(assignment.step_index)
         plans, budget, refused = assignment.plans, assignment.budget, ""

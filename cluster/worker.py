@@ -58,6 +58,7 @@ class Worker:
         self._incarnation = int(time.time() * 1000)
         self._gate = StepGate()
         self._phase: WorkerPhase = "starting"
+        self._joined = False
         self._note = ""
         self._lease: int | None = None
         self._task: Task | None = None
@@ -317,15 +318,18 @@ class Worker:
     def join(self, assignment: Assignment) -> Joined:
         """Take what the run has agreed on, before the first lease; where it does not fit, keep the own plans."""
         self._ready()
-        return self._switching.join(assignment)
+        joined = self._switching.join(assignment)
+        self._joined = True
+        return joined
 
     @control
     def pause(self, on: bool) -> None:
-        """Stand at the next step boundary until told to go on (``on=False``)."""
-        if on:
-            self._gate.pause()
-        else:
+        """Stand at the next step boundary until told to go on (``on=False``). A process that has not joined is told
+        when it does: meant was the one before it, and nobody would tell it to go on."""
+        if not on:
             self._gate.resume()
+        elif self._joined:
+            self._gate.pause()
 
     @control
     def stop(self) -> None:

@@ -47,6 +47,20 @@ def run_items(worker: Worker, *ids: str) -> None:
     worker.run(Lease(0, tuple({"id": key} for key in ids)))
 
 
+def test_a_pause_meant_for_the_process_before_does_not_hold_up_one_that_has_not_joined(worker: Worker) -> None:
+    """It was told while it warmed up: whoever pauses the run does not know it, and would not tell it to go on."""
+    worker.pause(True)
+    run_items(worker, "a")
+    worker.join(Assignment(epoch=0, plans=None, budget=0.5, solve=False, paused=True))
+    assert worker.state().paused
+    worker.join(Assignment(epoch=0, plans=None, budget=0.5, solve=False, paused=False))
+    assert not worker.state().paused
+    worker.pause(True)
+    assert worker.state().paused
+    worker.pause(False)
+    run_items(worker, "b")
+
+
 def test_a_committed_plan_is_in_force_at_the_next_step(worker: Worker) -> None:
     run_items(worker, "a")
     before = worker.state()
