@@ -94,8 +94,8 @@ class Sampling:
 
 
 class BenchmarkTask:
-    """Options: see the subclasses, whose sizes of inputs an item may set, too. Items: ``seed`` and ``steps``; ``fresh``
-    forgets timing samples before the item; ``link`` sets the host device's link (bytes a second) from now on."""
+    """Options: see the subclasses. Items: ``seed`` and ``steps``; ``fresh`` forgets timing samples before the item;
+    ``link`` sets the host device's link (bytes a second) from now on."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -187,7 +187,8 @@ class _Named:
 
 
 class StackTask(BenchmarkTask):
-    """The engine model. Options: blocks, width, hidden, heads, dtype, tokens. A step is one forward of ``tokens``."""
+    """The engine model. Options: blocks, width, hidden, heads, dtype, tokens. A step is one forward of ``tokens``, of
+    the item's where it has some."""
 
     def build(self) -> tuple[nn.Module, str]:
         with parameters_on_meta():
@@ -241,7 +242,7 @@ class LlamaTask(BenchmarkTask):
 
     def make_input(self, item: Item, device: torch.device) -> torch.Tensor:
         numbers = torch.Generator().manual_seed(int(item["seed"]))
-        shape = (1, int(item.get("prompt", self.options["prompt"])))
+        shape = (1, int(self.options["prompt"]))
         return torch.randint(1, int(self.options["vocabulary"]), shape, generator=numbers).to(device)
 
     def compute(self, model: Any, x: torch.Tensor, steps: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -74,8 +74,14 @@ def joint_replan(made: Rig, *, measure_seconds: float, **request: Any) -> Any:
     """A plan from what all workers measure while all of them run."""
     made.replan(measure=False, **request)
     made.measure(range(made.crew.workers), measure_seconds)
-    running = [made.lease(rank, steps) for rank, steps in enumerate(_steps_for(made, 2 * measure_seconds + 1.0))]
-    time.sleep(measure_seconds)
+    return _replan_under_load(made, measure_seconds, {}, **request)
+
+
+def _replan_under_load(made: Rig, seconds: float, each: Mapping[int, dict[str, Any]], **request: Any) -> Any:
+    """A plan from what all workers measure after they have run for so long. each: rank -> more for its items."""
+    steps = _steps_for(made, 2 * seconds + 1.0)
+    running = [made.lease(rank, count, **each.get(rank, {})) for rank, count in enumerate(steps)]
+    time.sleep(seconds)
     outcome = made.replan(measure=True, **request)
     ray.get(running, timeout=120)
     return outcome
@@ -131,12 +137,8 @@ def contention(crew: Crew, seconds: float, *, repeats: int = 3) -> dict[str, Any
             links.append(made.measure([0], seconds, alone)[0].state.link_bytes_per_second)
             # What it has measured alone, and nobody asked about the other.
             read("solo", made.replan(latency=True, workers=planned, measure=False, reason="measured alone"))
-            steps = _steps_for(made, 2 * seconds + 1)
-            running = [made.lease(rank, count, **both.get(rank, {})) for rank, count in enumerate(steps)]
-            time.sleep(seconds)
-            outcome = made.replan(latency=True, workers=planned, measure=True, reason="measured together")
-            ray.get(running, timeout=120)
-            read("joint", outcome)
+            together = {"latency": True, "workers": planned, "reason": "measured together"}
+            read("joint", _replan_under_load(made, seconds, both, **together))
     solo, joint = _middle(rows["solo"]), _middle(rows["joint"])
     return {
         "shared": "one GPU's link, with a worker that takes all that it gets"
