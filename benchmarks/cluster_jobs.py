@@ -142,8 +142,8 @@ def replans(made: Rig, steps: int, expected: dict[int, str], budgets: Sequence[f
 
 
 def _pause_and_recovery(answers: Answers, one: dict[str, Any], until: float) -> dict[str, float]:
-    """pause: how much longer than a usual one the step was in which a worker stood and changed plans, of any worker.
-    recovery: from the round's begin to the first steady step of the slowest worker. allowed: one step and moved bytes
+    """pause: how much longer than a usual one the step was in which a worker changed plans, of any worker. recovery:
+    from the round's begin to the first steady step after it, of the slowest worker. allowed: one step and moved bytes
     over the link.
 
     Steps are timed from begin to begin within one item: between two items a worker waits for other reasons, too. One
@@ -154,12 +154,15 @@ def _pause_and_recovery(answers: Answers, one: dict[str, Any], until: float) -> 
         items = [answer["stamps"] for answer in answers if answer["pid"] == pid]
         gaps = sorted(gap for stamps in items for gap in itertools.pairwise(stamps))
         usual = [b - a for a, b in gaps if one["ended"] + 0.3 < a and b < until]
-        around = [b - a for a, b in gaps if b > one["round_began"] and a < one["ended"]]
         if not usual:
             continue
-        pauses.append(max((gap - median(usual) for gap in around), default=0.0))
+        # Plans change in the step that begins after the decision.
+        last = one["ended"] + max(one["step_before"], median(usual))
+        around = [(b - a, a) for a, b in gaps if b > one["round_began"] and a < last]
+        longest, changed = max(around, default=(median(usual), one["ended"]))
+        pauses.append(longest - median(usual))
         steady = SETTLED * max(median(usual), 1e-4)
-        first = next((b for a, b in gaps if a >= one["ended"] - 1e-3 and b - a <= steady), until)
+        first = next((b for a, b in gaps if a >= changed and b - a <= steady), until)
         recoveries.append(first - one["round_began"])
     link = one["link_bytes_per_second"]
     allowed = one["step_before"] + (one["moved_bytes"] / link if link else 0.0)

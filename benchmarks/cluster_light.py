@@ -57,17 +57,16 @@ class LightWorker:
         )
 
     def prepare(self, number: int, epoch: int, plans: Any, budget: Any, timeout: float, stands_at: int | None) -> None:
-        """Stand at a step boundary."""
-        self._gate.close(number, timeout, stands_at=stands_at)
+        """Come to a step boundary."""
+        assert stands_at is None, "light workers are in no lockstep group"
+        self._gate.pass_boundary(number, timeout)
         self._prepared = (number, epoch)
 
     def commit(self, number: int) -> float:
-        """Go on with the new epoch; the seconds that the steps stood."""
-        assert self._prepared is not None and self._prepared[0] == number and self._gate.is_closed_by(number)
+        """Go on with the new epoch; the seconds that the steps stood: none."""
+        assert self._prepared is not None and self._prepared[0] == number
         self._epoch = self._prepared[1]
-        stood = self._gate.parked_seconds()
-        self._gate.open(number)
-        return stood
+        return 0.0
 
     def abort(self, number: int) -> None:
         """Go on with the old epoch."""

@@ -7,6 +7,7 @@ configured budget is the run's get the new one each, those with a budget of thei
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ class Engines:
         self._stepped = name
         self._agreed: Plans = {}
         self._own_changes: dict[str, int] = {}
+        self._staging = threading.Lock()
+        """Between the model's thread, which takes up what managers did by themselves, and a round's commit."""
         self._epoch: int | None = None
         self.budget: Budget = budget
 
@@ -76,13 +79,18 @@ class Engines:
             logger.warning("%s keeps its first plan: %s", manager.name, error)
             assert manager.plan is not None
             plan = manager.plan
-        self._agreed = {**self._agreed, manager.name: plan}
+        with self._staging:
+            self._agreed = {**self._agreed, manager.name: plan}
 
     def _take_up_own(self, manager: OffloadManager) -> None:
         """Where memory did not suffice, the manager has a plan of its own for this step: it counts from now on, in the
         epoch that the run is in, and so does what it takes, as the budget."""
         if manager.own_changes == self._own_changes.get(manager.name, 0):
             return
+        with self._staging:
+            self._count_own(manager)
+
+    def _count_own(self, manager: OffloadManager) -> None:
         self._own_changes[manager.name] = manager.own_changes
         plan = manager.own_plan
         if plan is None or plan is not manager.plan_to_be:  # a round came in between
@@ -176,16 +184,23 @@ class Engines:
         )
 
     def stage(self, plans: Plans, budget: Budget, epoch: int) -> None:
-        """Put ``plans`` in force, each at its manager's next step. The model's thread stands at a boundary or idles."""
-        for name, manager in self._planned().items():
-            if name in plans:
-                manager.refusal = ""
-                manager.stage(plans[name], epoch=epoch)
-        self._agreed, self._epoch, self.budget = plans, epoch, budget
+        """Put ``plans`` in force, each at its manager's next step. Any thread may call it, also beside a step."""
+        with self._staging:
+            for name, manager in self._planned().items():
+                if name in plans:
+                    manager.refusal = ""
+                    manager.stage(plans[name], epoch=epoch)
+            self._agreed, self._epoch, self.budget = plans, epoch, budget
 
     def took(self, plan: Plan) -> None:
         """The worker's own manager was given this plan outside of a round."""
-        self._agreed = {**self._agreed, self._name: plan}
+        with self._staging:
+            self._agreed = {**self._agreed, self._name: plan}
+
+    @property
+    def own_changes(self) -> int:
+        """Plans that the managers have made by themselves so far."""
+        return sum(manager.own_changes for manager in list(self._managers.values()))
 
     # ---- what is told
 

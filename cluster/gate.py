@@ -1,10 +1,10 @@
 """The step boundary as a gate: control threads close it, the model's thread stands before it.
 
-[Note: the gate] A replan needs the moment at which no step is running. Taking a lock around each step starves the
-waiting side on a busy process; a flag that the model's thread looks at once a step does not. ``close`` sets the
-flag and waits until the model's thread is parked at a boundary, or idle between two leases: an idle thread that
-starts a lease parks at its first boundary. Who closes must open; the model's thread opens by itself after ``patience``
-seconds, so that a coordinator that died between prepare and commit costs a delay, never the job.
+[Note: the gate] Taking a lock around each step starves the waiting side on a busy process; a flag that the model's
+thread looks at once a step does not. ``pass_boundary`` waits until the thread has come to a boundary, and stops nobody.
+``close`` sets the flag and waits until the thread is parked at a boundary, or idle between two leases: an idle thread
+that starts a lease parks at its first boundary. Who closes must open; the model's thread opens by itself after
+``patience`` seconds, so that a coordinator that died between prepare and commit costs a delay, never the job.
 
 [Note: lockstep] Workers that run every step together must not be stopped at different steps: one that stands before
 step 7 would keep another one waiting within step 7. ``hold`` freezes each where it is, without waiting: the step that
@@ -33,6 +33,7 @@ class StepGate:
         self._condition = threading.Condition()
         self._patience = patience
         self._closed_by: int | None = None
+        self._awaited_by: int | None = None
         self._closed_at = 0.0
         self._stands_at = 0
         """While closed: steps with a smaller number still begin."""
@@ -68,6 +69,8 @@ class StepGate:
                 raise StepStopped("the run is being stopped")
             self._steps += 1
             self._index += 1
+            if self._awaited_by is not None:
+                self._condition.notify_all()
 
     def leave(self) -> None:
         """The lease is over, in whatever way; the thread is idle."""
@@ -108,6 +111,25 @@ class StepGate:
         with self._condition:
             self._close(number, self._index)
             return self._index
+
+    def pass_boundary(self, number: int, timeout: float) -> None:
+        """Wait, for round ``number``, until the model's thread comes to its next step boundary or its lease's end; it
+        goes on. One that is idle or stands is at a boundary.
+
+        Raises GateTimeout when it has not come within ``timeout`` seconds, or the round was ended by ``open``.
+        """
+        with self._condition:
+            self._awaited_by, began = number, self._steps
+
+            def came() -> bool:
+                return self._steps != began or self._parked or not self._busy or self._awaited_by != number
+
+            there = self._condition.wait_for(came, timeout)
+            if self._awaited_by != number:
+                raise GateTimeout(f"round {number} was ended while it waited for the step boundary")
+            self._awaited_by = None
+            if not there:
+                raise GateTimeout(self._why_late(timeout))
 
     def close(self, number: int, timeout: float, *, stands_at: int | None = None, then: float = 0.0) -> float:
         """Close the gate for round ``number`` and wait for the model's thread; the seconds that this took.
@@ -163,11 +185,14 @@ class StepGate:
             return self._closed_by == number
 
     def open(self, number: int) -> None:
-        """Let the model's thread go on, if the gate is closed for round ``number`` or an earlier one."""
+        """Let the model's thread go on, if the gate is closed for round ``number`` or an earlier one, and whoever waits
+        for its boundary for that round."""
         with self._condition:
             if self._closed_by is not None and self._closed_by <= number:
                 self._closed_by = None
-                self._condition.notify_all()
+            if self._awaited_by is not None and self._awaited_by <= number:
+                self._awaited_by = None
+            self._condition.notify_all()
 
     def pause(self) -> None:
         """The model's thread stands at its next boundary until ``resume``, however long that takes."""

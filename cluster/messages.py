@@ -107,7 +107,8 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A worker stands at a step boundary and waits for the decision. step_index: the number of its next step."""
+    """A worker has agreed at a step boundary. step_index: the number of its next step, before which it stands until
+    the decision if it is in a lockstep group."""
 
     rank: int
     step_index: int
@@ -149,7 +150,8 @@ class ReplanOutcome:
     """committed: all workers moved to ``epoch``. Otherwise nobody did, ``epoch`` is the one still in force and
     ``reason`` says why (a dry run is not committed and has an empty reason).
 
-    round_seconds: prepare until the last commit was answered. parked_seconds: the longest that a worker stood.
+    round_seconds: prepare until the last commit was answered. parked_seconds: the longest that a worker of a lockstep
+    group stood for it.
     step_indexes: the number of the first step under the new plans, of each worker in a lockstep group.
     """
 

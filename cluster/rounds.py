@@ -1,11 +1,12 @@
 """Replans of all workers at once: everyone moves to the new plans, or nobody does.
 
 [Note: a replan] measure: all workers measure their links at the same time, beside the running steps. propose: each
-solves and checks plans for the link that it really gets; nothing stands still until all have them. hold (lockstep
-groups only): each says which step is its next; the group agrees on the largest. prepare: each comes to a step boundary,
-those of a group to the same one, and stands. commit: one decision; each takes its plans at that boundary. Anyone
-missing, failing or late before the decision: abort, all go on with the old plans. A worker lost after it: it gets the
-plans when it joins again.
+solves and checks plans for the link that it really gets. prepare: each comes to a step boundary in time, with plans
+that fit, and so agrees; it goes on under the old ones. commit: one decision; each takes its plans at its next boundary,
+so none runs a step under them before all have agreed, and none waits for another. Lockstep groups, which must change at
+the same step: hold, before prepare, has each say which step is its next; in prepare all of the group come to the
+largest and stand there until commit. Anyone missing, failing or late before the decision: abort, all go on with the old
+plans. A worker lost after it: it gets the plans when it joins again.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ class Replans:
     async def _prepare(
         self, members: list[Member], number: int, proposals: Proposals, budgets: Budgets
     ) -> dict[int, int]:
-        """All stand when this returns; the numbers of the next steps of those in lockstep groups.
+        """All have agreed when this returns; the numbers of the next steps of those in lockstep groups, which stand.
 
         Raises RoundFailed.
         """

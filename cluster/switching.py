@@ -1,4 +1,8 @@
-"""A worker's part in a replan: what it proposes, where it stands, which plans it takes.
+"""A worker's part in a replan: what it proposes, what it is prepared for, which plans it takes.
+
+A worker of a lockstep group stands at the group's step from ``prepare`` to ``commit``. Any other has agreed when it has
+come to a step boundary, in time, with plans that fit; it runs on under the old plans, and takes the new ones at the
+first boundary after ``commit``: it stands no longer than its own change takes.
 
 Called by any of the worker's control threads, beside the model's thread; the step gate and the managers' thread-safe
 calls are all that both share. The rounds' numbers decide between calls that arrive late or out of order.
@@ -32,12 +36,14 @@ class OutOfReach(Refused):
 
 @dataclass(frozen=True)
 class _Staged:
-    """What a worker stands prepared for."""
+    """What a worker is prepared for. stands: at a boundary, until it is told. own_changes: of its plans, so far."""
 
     round_number: int
     epoch: int
     plans: Plans
     budget: Budget
+    stands: bool
+    own_changes: int
 
 
 class Switching:
@@ -88,24 +94,32 @@ class Switching:
         with self._lock:
             self.admit(round_number)
             self._round = round_number
+        own_changes = self._engines.own_changes
         self._engines.check(plans)
-        self._gate.close(round_number, timeout, stands_at=stands_at, then=STANDS_LONGER)
+        if stands_at is None:
+            self._gate.pass_boundary(round_number, timeout)
+        else:
+            self._gate.close(round_number, timeout, stands_at=stands_at, then=STANDS_LONGER)
         with self._lock:
             if self._round != round_number:
                 self._gate.open(round_number)
                 raise Refused(f"round {round_number} was ended while worker {self._rank} came to its boundary")
-            self._prepared = _Staged(round_number, epoch, plans, budget)
+            self._prepared = _Staged(round_number, epoch, plans, budget, stands_at is not None, own_changes)
         return Prepared(self._rank, self._gate.index)
 
     def commit(self, round_number: int) -> float:
         """See ``Worker.commit``."""
         with self._lock:
             staged = self._prepared
-            if staged is None or staged.round_number != round_number or not self._gate.is_closed_by(round_number):
-                raise Refused(f"worker {self._rank} does not stand prepared for round {round_number}")
+            if staged is None or staged.round_number != round_number:
+                raise Refused(f"worker {self._rank} is not prepared for round {round_number}")
+            if staged.stands and not self._gate.is_closed_by(round_number):
+                raise Refused(f"worker {self._rank} no longer stands for round {round_number}")
+            if staged.own_changes != self._engines.own_changes:
+                raise Refused(f"worker {self._rank} has fewer weights since it agreed: memory did not suffice")
             self._engines.stage(staged.plans, staged.budget, staged.epoch)
             self._prepared = None
-        stood = self._gate.parked_seconds()
+        stood = self._gate.parked_seconds() if staged.stands else 0.0
         self._gate.open(round_number)
         return stood
 

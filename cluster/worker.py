@@ -292,19 +292,22 @@ class Worker:
         timeout: float,
         stands_at: int | None = None,
     ) -> Prepared:
-        """Come to a step boundary (the one before step ``stands_at``, where given) and stand there until ``commit`` or
-        ``abort``.
+        """Come to a step boundary, with plans that fit, and so agree to them; steps go on under the old ones until
+        ``commit``. stands_at: come to the boundary before this step, and stand there until ``commit`` or ``abort``.
 
-        Raises Refused for a round that is over already, GateTimeout when no step ends within ``timeout`` seconds.
+        Raises Refused for a round that is over already, GateTimeout when no step ends within ``timeout`` seconds,
+        BudgetError where the plans do not fit.
         """
         self._ready()
         return self._switching.prepare(round_number, epoch, plans, budget, timeout, stands_at)
 
     @control
     def commit(self, round_number: int) -> float:
-        """Take the prepared plans at this boundary and go on; the seconds that the worker stood so far.
+        """Take the prepared plans at the next boundary, which is this one where the worker stands; the seconds that it
+        stood so far.
 
-        Raises Refused when the worker no longer stands for this round.
+        Raises Refused when the worker is not prepared for this round, no longer stands for it, or had to give way to
+        activations since.
         """
         self._ready()
         return self._switching.commit(round_number)

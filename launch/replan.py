@@ -94,11 +94,10 @@ def _tell(outcome: ReplanOutcome, console: Console) -> bool:
         )
     console.print(table)
     if outcome.committed:
-        console.print(
-            f"all workers moved; measured and solved in {words.milliseconds(outcome.measure_seconds)}, "
-            f"round {words.milliseconds(outcome.round_seconds)}, "
-            f"longest stand {words.milliseconds(outcome.parked_seconds)}"
-        )
+        measured, agreed = words.milliseconds(outcome.measure_seconds), words.milliseconds(outcome.round_seconds)
+        stood = f", longest stand {words.milliseconds(outcome.parked_seconds)}" if outcome.parked_seconds else ""
+        times = f"measured and solved in {measured}, agreed in {agreed}{stood}"
+        console.print(f"all workers move at their next step; {times}")
     return True
 
 

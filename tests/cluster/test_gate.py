@@ -189,3 +189,30 @@ def test_steps_are_numbered_anew_where_a_group_is_joined() -> None:
     ModelThread(gate, steps=3).join()
     assert gate.index == 103 and gate.steps == 3
     assert 0 < gate.longest_busy_seconds < 30
+
+
+def test_who_waits_for_a_boundary_stops_nobody() -> None:
+    gate = StepGate()
+    gate.pass_boundary(1, timeout=0.0)  # idle: it is at one
+    thread = ModelThread(gate, step_seconds=0.2, steps=4)
+    await_that(lambda: gate.busy)
+    began = gate.steps
+    gate.pass_boundary(2, timeout=5)
+    assert gate.steps > began or not gate.busy
+    thread.join()
+    assert thread.begun == 4 and gate.parked_seconds() == 0
+
+
+def test_a_boundary_that_does_not_come_in_time_is_said_and_an_ended_round_waits_no_longer() -> None:
+    gate = StepGate()
+    thread = ModelThread(gate, step_seconds=1.0, steps=2)
+    await_that(lambda: gate.steps == 1)
+    with pytest.raises(GateTimeout, match=r"no step boundary within 0\.1 s"):
+        gate.pass_boundary(3, timeout=0.1)
+    threading.Timer(0.1, gate.open, (4,)).start()
+    began = time.monotonic()
+    with pytest.raises(GateTimeout, match="was ended"):
+        gate.pass_boundary(4, timeout=30)
+    assert time.monotonic() - began < 0.8
+    gate.stop()
+    thread.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ def test_an_aborted_round_leaves_the_old_plan_and_its_late_prepare_is_refused(wo
     proposal = worker.propose(5, 0.9, None, None)
     worker.prepare(5, 2, proposal.plans, 0.9, 1.0)
     worker.abort(5)
-    with pytest.raises(Refused, match="does not stand prepared"):
+    with pytest.raises(Refused, match="is not prepared"):
         worker.commit(5)
     with pytest.raises(Refused, match="round 5 is over"):
         worker.prepare(5, 2, proposal.plans, 0.9, 1.0)
@@ -90,6 +91,39 @@ def test_an_aborted_round_leaves_the_old_plan_and_its_late_prepare_is_refused(wo
     assert worker.state().epoch == 1
     worker.prepare(6, 2, proposal.plans, 0.9, 1.0)
     worker.commit(6)
+
+
+def test_steps_go_on_until_the_decision_and_none_runs_under_the_new_plan_before_it(worker: Worker) -> None:
+    proposal = worker.propose(1, 0.9, None, None)
+    lease = Lease(0, ({"id": "a", "steps": 100, "seconds": 0.02},))
+    thread = threading.Thread(target=worker.run, args=(lease,))
+    thread.start()
+    prepared = worker.prepare(1, 2, proposal.plans, 0.9, 10.0)
+    deadline = time.monotonic() + 20
+    while worker.state().steps < prepared.step_index + 5:
+        assert time.monotonic() < deadline, "it stands, and has no reason to"
+    assert worker.state().epoch == 1
+    assert worker.commit(1) == 0
+    decided = worker.state().steps
+    while worker.state().epoch == 1:
+        assert worker.state().steps <= decided + 1, "it takes the new plans later than at its next step"
+    assert thread.is_alive(), "the lease was over before the decision"
+    thread.join(60)
+    assert not thread.is_alive() and worker.state().epoch == 2
+
+
+def test_a_worker_that_gave_way_after_it_agreed_does_not_take_the_plans(worker: Worker) -> None:
+    """Memory did not suffice in a step between: what it agreed to is more than it has now."""
+    from flextensor import get_offload_manager
+
+    run_items(worker, "a")
+    proposal = worker.propose(1, 0.9, None, None)
+    worker.prepare(1, 2, proposal.plans, 0.9, 10.0)
+    get_offload_manager("worker-0")._give_way()
+    with pytest.raises(Refused, match="memory did not suffice"):
+        worker.commit(1)
+    run_items(worker, "b")
+    assert worker.state().weight_bytes < 0.5 * TINY_BYTES
 
 
 def test_a_budget_that_does_not_work_is_refused_before_anyone_stands(worker: Worker) -> None:
@@ -141,7 +175,7 @@ def test_a_worker_whose_commit_was_lost_goes_on_when_it_joins(worker: Worker) ->
     run_items(worker, "a")
     assert time.monotonic() - began < 20, "it stood before its gate until its patience was over"
     assert worker.state().epoch == 2
-    with pytest.raises(Refused, match="does not stand prepared"):
+    with pytest.raises(Refused, match="is not prepared"):
         worker.commit(1)
 
 

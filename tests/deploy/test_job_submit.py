@@ -77,8 +77,8 @@ def test_two_submitted_jobs_with_a_token_and_commands_that_reach_one_of_them(hea
     before = status(head, "there")
     unnamed = flextensor(head, "pause", code=2)
     assert "several runs are going on" in unnamed and "here" in unnamed and "there" in unnamed
-    assert "all workers moved" in flextensor(head, "replan", "--budget", "80%", "--namespace", "here")
-    assert "all workers moved" in flextensor(head, "rollback", "--namespace", "here")
+    assert "all workers move at their next step" in flextensor(head, "replan", "--budget", "80%", "--namespace", "here")
+    assert "all workers move at their next step" in flextensor(head, "rollback", "--namespace", "here")
     assert "2 workers stand" in flextensor(head, "pause", "--namespace", "here")
     after = status(head, "there")
     assert status(head, "here")["paused"] and not after["paused"]

@@ -113,7 +113,7 @@ def test_up_submit_replan_while_it_runs_and_down(sandbox: Sandbox, cluster_yaml:
         "--namespace",
         "launched",
     )
-    assert "all workers moved" in replanned
+    assert "all workers move at their next step" in replanned
     assert submitted.poll() is None, "the replan came in the middle"
     code, output = sandbox.ended(submitted, timeout=180)
     assert code == 0, output

@@ -78,10 +78,10 @@ def test_one_store_a_node_one_replan_for_both_and_a_node_killed_in_the_middle(
     assert [len(found) for found in stores] == [1, 1], stores
     assert not beyond_loopback(sandbox.listeners())
 
-    assert "all workers moved" in two_nodes.replan("nodes", "80%")
+    assert "all workers move at their next step" in two_nodes.replan("nodes", "80%")
     two_nodes.tell("kill")
     wait_for("the loss is seen", lambda: job.has_event("worker_lost") or run.poll() is not None)
-    assert "all workers moved" in two_nodes.replan("nodes", "60%")
+    assert "all workers move at their next step" in two_nodes.replan("nodes", "60%")
     assert run.poll() is None, "both replans came in the middle"
 
     code, output = sandbox.ended(run, timeout=180)
