@@ -112,12 +112,12 @@ class Sweep:
     def _log_setup(self, offload_seconds: float) -> None:
         store = self.manager.hosting.store.report()
         logger.info(
-            "%s: set-up %.2f s: host store filled in %.2f s, pinned in %.2f s, all of offload() %.2f s, first steps "
-            "and plan %.2f s",
+            "%s: set-up %.2f s: host store filled in %.2f s, pinned %.2f s after that, all of offload() %.2f s, first "
+            "steps and plan %.2f s",
             self.name,
             self.setup_seconds,
             store.fill_seconds,
-            store.pin.seconds if store.pin is not None else 0.0,
+            store.pin.waited_seconds if store.pin is not None else 0.0,
             offload_seconds,
             self.setup_seconds - offload_seconds,
         )

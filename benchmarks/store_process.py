@@ -72,6 +72,7 @@ def _times(report: StoreReport) -> dict[str, Any]:
         "fill_seconds": report.fill_seconds,
         "reserve_seconds": report.reserve_seconds,
         "pin_seconds": report.pin.seconds if report.pin else None,
+        "pin_waited_seconds": report.pin.waited_seconds if report.pin else None,
         "pinned_bytes": report.pinned_bytes,
         "huge_pages": report.huge_pages,
     }

@@ -30,6 +30,7 @@ from flextensor.store import (
     shared_store,
 )
 from flextensor.store.numa import gpu_node
+from flextensor.store.registrar import CudaRegistrar
 from flextensor.units import LOOSE_UNIT, ROOT_UNIT, OffloadError, Selection, Weight
 
 logger = logging.getLogger(__name__)
@@ -90,10 +91,6 @@ class Hosting:
         elif config.shm_enabled:
             for weight in stored:
                 weight.tensor.data = self.store.tensor(weight.name)
-        if config.pinned_memory and device.torch_device.type == "cuda":
-            # Not in a thread beside the first steps: what they measure would be slower, and a CUDA graph of another
-            # model must not be captured meanwhile. It takes 0.03 s a GiB.
-            self.store.pin(device.torch_device)
         self._move_others()
         if self._scrubber is not None:
             self._scrubber.start()
@@ -220,6 +217,10 @@ def _open_store(
     progress: Callable[[StoreProgress], None] | None,
 ) -> HostStore:
     tensors = {weight.name: weight.tensor for weight in stored}
+    on_gpu = device.torch_device.type == "cuda"
+    # Beside the filling and done with it, not beside the first steps: what they measure would be slower, and a CUDA
+    # graph of another model must not be captured meanwhile. It takes 0.03 s a GiB.
+    registrar = CudaRegistrar(device.torch_device) if config.pinned_memory and on_gpu else None
     if config.shm_enabled or source is not None:
         return shared_store(
             units,
@@ -230,15 +231,19 @@ def _open_store(
             keep=config.shm_keep,
             backing=config.shm_backing,
             progress=progress,
+            registrar=registrar,
         )
     if config.transfer_mode == "raw_block_transfer":
-        return adopt_store(units, {name: _on_host(tensor) for name, tensor in tensors.items()})
+        adopted = adopt_store(units, {name: _on_host(tensor) for name, tensor in tensors.items()})
+        if registrar is not None:
+            adopted.pin_with(registrar)
+        return adopted
 
     def consume(name: str, view: torch.Tensor) -> None:
         tensors[name].data = view
 
-    node = gpu_node(device.torch_device) if device.torch_device.type == "cuda" else None
-    return private_store(units, tensors, consume=consume, numa_node=node)
+    node = gpu_node(device.torch_device) if on_gpu else None
+    return private_store(units, tensors, consume=consume, numa_node=node, registrar=registrar)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import threading
 import weakref
 from collections.abc import Mapping
@@ -15,10 +14,12 @@ import torch
 
 from flextensor.store.errors import StoreClosedError, StoreCorruptError, StoreError
 from flextensor.store.filling import checksums_of
-from flextensor.store.layout import Layout, StoredTensor
+from flextensor.store.layout import Layout, StoredTensor, pin_chunks
 from flextensor.store.mapping import huge_bytes, map_anonymous, touch_huge, typed_view
 from flextensor.store.numa import placement
+from flextensor.store.pin_beside import PinBesideFilling
 from flextensor.store.pinning import PinnedRegions, Region
+from flextensor.store.registrar import CudaRegistrar, Registrar
 from flextensor.store.report import PinReport, StoreReport
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class HostStore:
     shared = False
     _read_only = False
 
-    def __init__(self, layout: Layout, identity: str) -> None:
+    def __init__(self, layout: Layout, identity: str, *, pinning: PinBesideFilling | None = None) -> None:
         self.layout = layout
         self.identity = identity
         self.times = FillTimes()
@@ -57,11 +58,12 @@ class HostStore:
         self._lock = threading.RLock()
         self._closed = False
         self._private: dict[str, torch.Tensor] = {}
-        self._pins = PinnedRegions()
+        self._pinning = pinning
+        self._pins = PinnedRegions() if pinning is None else pinning.pins
         self._pin_report: PinReport | None = None
-        self._pin_device: torch.device | int | None = None
+        self._registrar: Registrar = CudaRegistrar()
         # Memory must not go while CUDA has it registered, even when nobody closes the store.
-        self._unpin_at_end = weakref.finalize(self, self._pins.release)
+        self._unpin_at_end = weakref.finalize(self, self._pins.release if pinning is None else pinning.abandon)
         self._unpin_at_end.atexit = False
 
     # What a kind of store provides.
@@ -129,7 +131,7 @@ class HostStore:
                 copy = map_anonymous(stored.nbytes)
                 copy.copy_(self._parameter_bytes(stored))
                 if self._pins.nbytes:
-                    self._pins.register([_region(copy)], self._pin_device)
+                    self._pins.register([_region(copy)], self._registrar)
                 self._private[name] = copy
             return typed_view(self._private[name], stored)
 
@@ -198,16 +200,27 @@ class HostStore:
         device: the CUDA device whose context to use, when called from a thread of its own.
         Never raises for a refusal: the store stays pageable, the report and a logged warning say why.
         """
+        return self.pin_with(CudaRegistrar(device))
+
+    def pin_with(self, registrar: Registrar) -> PinReport:
+        """``pin`` by what a registrar does; what began beside the filling is brought to its end."""
         self._check_open()
         with self._lock:
-            stored = self._pins.register(self._regions(), device, read_only=self._read_only)
-            self._pin_report, self._pin_device = stored, device
+            pinning, self._pinning = self._pinning, None
+            if pinning is not None:
+                stored = pinning.finish()
+            else:
+                stored = self._pins.register(self._regions(), registrar, read_only=self._read_only)
+            self._pin_report, self._registrar = stored, registrar
             if stored.complete:
-                self._pins.register([_region(copy) for copy in self._private.values()], device)
+                self._pins.register([_region(copy) for copy in self._private.values()], registrar)
             return stored
 
     def unpin(self) -> None:
         """Undo ``pin``. No copy from the store may be under way."""
+        pinning, self._pinning = self._pinning, None
+        if pinning is not None:
+            pinning.abandon()
         self._pins.release()
         self._pin_report = None
 
@@ -292,9 +305,15 @@ class MappedStore(HostStore):
     """A store whose weights lie in one mapping, packed by its layout."""
 
     def __init__(
-        self, layout: Layout, identity: str, memory: torch.Tensor, *, checksums: Mapping[str, str] | None = None
+        self,
+        layout: Layout,
+        identity: str,
+        memory: torch.Tensor,
+        *,
+        checksums: Mapping[str, str] | None = None,
+        pinning: PinBesideFilling | None = None,
     ) -> None:
-        super().__init__(layout, identity)
+        super().__init__(layout, identity, pinning=pinning)
         self._memory: torch.Tensor | None = memory
         self._touched = False
         self.checksums = checksums
@@ -364,23 +383,6 @@ class AdoptedStore(HostStore):
 
     def _drop_memory(self) -> None:
         self._bytes.clear()
-
-
-def pin_chunks(layout: Layout, most: int = 1 << 30) -> list[tuple[int, int]]:
-    """(start, end) of chunks that cover the layout, cut between units, each as large as possible up to ``most``.
-
-    A copy that spans two registrations fails, and a copy never leaves its unit; a unit above ``most`` is one chunk.
-    """
-    cuts = [tensors[0].offset for tensors in layout.by_unit.values()] + [layout.nbytes]
-    chunks: list[tuple[int, int]] = []
-    start = 0
-    for here, following in itertools.pairwise(cuts):
-        if following - start > most and here > start:
-            chunks.append((start, here))
-            start = here
-    if layout.nbytes > start:
-        chunks.append((start, layout.nbytes))
-    return chunks
 
 
 def _storage_region(raw: torch.Tensor) -> Region:

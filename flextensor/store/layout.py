@@ -7,6 +7,7 @@ plan streams of a unit (its large tensors) is one contiguous run and what it kee
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from flextensor.units import is_dense
 
 PAGE = 4096
 TENSOR_ALIGNMENT = 256
+PIN_CHUNK = 256 << 20
+"""Bytes that are pinned at a time, where a unit is not larger: 8 ms. Not more, since that is left when the filling
+ends, and what maps memory meanwhile may wait for it; not less, since 60 GB are some hundred regions already."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,25 @@ def make_scattered_layout(units: Iterable[UnitSpec]) -> Layout:
             tensors.append(_stored(weight, unit, end))
             end = round_up(end + weight.nbytes, TENSOR_ALIGNMENT) + TENSOR_ALIGNMENT
     return Layout(tuple(tensors), end)
+
+
+def pin_chunks(layout: Layout, most: int | None = None) -> list[tuple[int, int]]:
+    """(start, end) of chunks that cover the layout, cut between units, each as large as possible up to ``most`` bytes
+    (None: ``PIN_CHUNK``).
+
+    A copy that spans two registrations fails, and a copy never leaves its unit; a unit above ``most`` is one chunk.
+    """
+    most = PIN_CHUNK if most is None else most
+    cuts = [tensors[0].offset for tensors in layout.by_unit.values()] + [layout.nbytes]
+    chunks: list[tuple[int, int]] = []
+    start = 0
+    for here, following in itertools.pairwise(cuts):
+        if following - start > most and here > start:
+            chunks.append((start, here))
+            start = here
+    if layout.nbytes > start:
+        chunks.append((start, layout.nbytes))
+    return chunks
 
 
 def _stored(weight: WeightSpec, unit: str, offset: int) -> StoredTensor:

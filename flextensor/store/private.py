@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -14,6 +15,8 @@ from flextensor.store.layout import Layout, StoredTensor, UnitSpec, WeightSpec, 
 from flextensor.store.limits import memory_limits
 from flextensor.store.mapping import map_anonymous, storage_bytes
 from flextensor.store.numa import place_private, read_topology
+from flextensor.store.pin_beside import PinBesideFilling
+from flextensor.store.registrar import Registrar
 
 
 def private_store(
@@ -23,6 +26,7 @@ def private_store(
     consume: Callable[[str, torch.Tensor], None] | None = None,
     checksums: bool = False,
     numa_node: int | None = None,
+    registrar: Registrar | None = None,
 ) -> HostStore:
     """Pack the tensors (on the CPU or a GPU) of these units into one mapping of this process.
 
@@ -32,6 +36,8 @@ def private_store(
 
     checksums: take them while filling, for ``HostStore.verify``.
     numa_node: prefer memory of this node (the GPU's, see ``numa.gpu_node``) where there are several; None: spread.
+    registrar: pin the store with it, chunk by chunk beside the filling; done when this returns, as ``HostStore.pin``
+        does it. None: it stays pageable until that is called.
 
     Raises ValueError (see ``make_layout``), MissingWeightError, StoreSpaceError when memory cannot hold the weights.
     """
@@ -49,17 +55,28 @@ def private_store(
         )
     memory = map_anonymous(layout.nbytes)
     placed = place_private(memory, numa_node, read_topology())
-    store = MappedStore(layout, f"private-{layout.fingerprint}", memory)
+    pinning = PinBesideFilling(layout, memory, registrar, read_only=False) if registrar is not None else None
+    store = MappedStore(layout, f"private-{layout.fingerprint}", memory, pinning=pinning)
     started = time.perf_counter()
     synchronize_sources(tensors)
     found: dict[str, str] = {}
-    for tensor, value in fill(_open_all(layout, tensors), memory, checksums=checksums):
-        found[tensor.name] = value.hex()
-        if consume is not None:
-            consume(tensor.name, store.tensor(tensor.name))
-    store.numa = placed
-    store.checksums = found if checksums else None
-    store.times.fill = time.perf_counter() - started
+    try:
+        # Closed, so that no thread writes any more when an error of ours leaves here.
+        with contextlib.closing(fill(_open_all(layout, tensors), memory, checksums=checksums)) as filled:
+            for tensor, value in filled:
+                found[tensor.name] = value.hex()
+                if pinning is not None:
+                    pinning.filled(tensor)
+                if consume is not None:
+                    consume(tensor.name, store.tensor(tensor.name))
+        store.numa = placed
+        store.checksums = found if checksums else None
+        store.times.fill = time.perf_counter() - started
+        if registrar is not None:
+            store.pin_with(registrar)
+    except BaseException:
+        store.close()
+        raise
     return store
 
 

@@ -15,6 +15,8 @@ class PinReport:
     reason: why not everything is pinned; empty when it is.
     expected_bytes_per_second: measured speed of pageable copies; None where all is pinned or there is no GPU.
     notes: what was looked at and may matter (limits that CUDA may ignore).
+    seconds: time that registering took, beside the filling or not. waited_seconds: how much longer the start took for
+        it: what was left when the store was full, or all where another process had filled it.
     """
 
     wanted: int
@@ -24,6 +26,7 @@ class PinReport:
     reason: str = ""
     expected_bytes_per_second: float | None = None
     notes: tuple[str, ...] = ()
+    waited_seconds: float = 0.0
 
     @property
     def complete(self) -> bool:

@@ -24,7 +24,9 @@ from flextensor.store.locking import check_ours, holders, let_go
 from flextensor.store.mapping import buffer_of, map_file, own_pages, page_size, restore_own_pages
 from flextensor.store.naming import StoreName, check_namespace, content_identity, remove_dead
 from flextensor.store.numa import place_shared, read_topology
+from flextensor.store.pin_beside import PinBesideFilling
 from flextensor.store.places import HandedFile, NamedFile, Place, check_directory
+from flextensor.store.registrar import Registrar
 from flextensor.store.reserving import reserve
 from flextensor.store.sources import WeightSource
 
@@ -48,10 +50,20 @@ class SharedStore(MappedStore):
     shared = True
     _read_only = True
 
-    def __init__(self, label: str, fd: int, manifest: Manifest, *, created: bool, leave: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        label: str,
+        fd: int,
+        manifest: Manifest,
+        *,
+        memory: torch.Tensor,
+        created: bool,
+        leave: Callable[[int], None],
+        pinning: PinBesideFilling | None = None,
+    ) -> None:
+        """memory: the mapping that copies read, see ``map_data``; ``pinning`` may have begun to register it."""
         size, skip = manifest.file_bytes, manifest.header_bytes
-        memory = map_file(fd, size, skip=skip, writable=False)
-        super().__init__(manifest.layout, manifest.identity, memory, checksums=manifest.checksums)
+        super().__init__(manifest.layout, manifest.identity, memory, checksums=manifest.checksums, pinning=pinning)
         self._own: torch.Tensor | None = map_file(fd, size, skip=skip, private=True)
         self.manifest = manifest
         self._label = label
@@ -128,6 +140,7 @@ def shared_store(
     progress: Progress | None = None,
     keep: bool = False,
     backing: Literal["file", "memfd"] = "file",
+    registrar: Registrar | None = None,
 ) -> SharedStore:
     """The node's one copy of these weights: attached when it is there, waited for when another process fills it,
     filled when nobody does.
@@ -137,6 +150,8 @@ def shared_store(
     progress: called in this thread, every 0.05 s at most, while filling and waiting.
     keep: leave the file for a warm start when the last user goes.
     backing: "memfd" takes memory that is no file of ``directory``, for where that is too small; it cannot be kept.
+    registrar: pin the store with it: chunk by chunk beside the filling, when this process fills; done when this
+        returns, as ``HostStore.pin`` does it. None: it stays pageable until that is called.
 
     Raises ValueError (layout, namespace), MissingWeightError, StoreSpaceError, StoreTimeoutError, StoreAccessError,
     StoreCorruptError.
@@ -155,8 +170,14 @@ def shared_store(
     name = StoreName(os.path.abspath(directory), namespace, content_identity(source.identity(layout), layout))
     identity_seconds = time.perf_counter() - started
     remove_dead(name.directory, spare=name)
-    store = _Start(name, layout, source, progress, keep, backing).get(wait_timeout)
+    store = _Start(name, layout, source, progress, keep, backing, registrar).get(wait_timeout)
     store.times.identity = identity_seconds
+    if registrar is not None:
+        try:
+            store.pin_with(registrar)
+        except BaseException:
+            store.close()
+            raise
     return store
 
 
@@ -171,6 +192,7 @@ class _Start:
         progress: Progress | None,
         keep: bool,
         backing: Literal["file", "memfd"],
+        registrar: Registrar | None,
     ) -> None:
         self._name = name
         self._layout = layout
@@ -178,6 +200,7 @@ class _Start:
         self._progress = progress
         self._keep = keep
         self._backing = backing
+        self._registrar = registrar
 
     def get(self, wait_timeout: float) -> SharedStore:
         started = time.perf_counter()
@@ -220,6 +243,7 @@ class _Start:
         created = f"pid {os.getpid()} on {socket.gethostname()}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}"
         header_bytes = header_size(name.namespace, name.identity, layout, created)
         fd = place.create()
+        pinning: PinBesideFilling | None = None
         try:
             total = round_up(header_bytes + layout.nbytes, page_size(fd))
             data_bytes = total - header_bytes
@@ -233,7 +257,10 @@ class _Start:
             except OSError as error:
                 raise place.no_room(total, error) from error
             reserved = time.perf_counter() - reserving
-            checksums = self._read_all(memory[header_bytes:], election)
+            data = map_data(fd, total, header_bytes)
+            if self._registrar is not None:
+                pinning = PinBesideFilling(layout, data, self._registrar, read_only=True)
+            checksums = self._read_all(memory[header_bytes:], election, pinning)
             self._source.check_unchanged()
             manifest = Manifest(name.namespace, name.identity, layout, checksums, created, header_bytes, data_bytes)
             buffer_of(memory)[:header_bytes] = encode_header(manifest)  # a hugetlbfs knows no write()
@@ -241,8 +268,10 @@ class _Start:
             read_manifest(fd, place.label)
             place.publish(fd)
             leave = partial(place.leave, keep=self._keep)
-            store = SharedStore(place.label, fd, manifest, created=True, leave=leave)
+            store = SharedStore(place.label, fd, manifest, memory=data, created=True, leave=leave, pinning=pinning)
         except BaseException:
+            if pinning is not None:
+                pinning.abandon()
             let_go(fd)
             raise
         store.numa = numa
@@ -251,7 +280,7 @@ class _Start:
         log.info("filled host store %s (%d bytes) in %.2f s", place.label, total, store.times.fill)
         return store
 
-    def _read_all(self, memory: torch.Tensor, election: Election) -> dict[str, str]:
+    def _read_all(self, memory: torch.Tensor, election: Election, pinning: PinBesideFilling | None) -> dict[str, str]:
         checksums: dict[str, str] = {}
         done = 0
         opened = ((tensor, _opener(self._source, tensor)) for tensor in self._layout.tensors)
@@ -259,6 +288,8 @@ class _Start:
         with contextlib.closing(fill(opened, memory, checksums=True)) as filled:
             for tensor, found in filled:
                 checksums[tensor.name] = found.hex()
+                if pinning is not None:
+                    pinning.filled(tensor)
                 done += tensor.nbytes
                 told = election.announce(done, self._layout.weight_bytes)
                 if self._progress is not None and told is not None:
@@ -288,7 +319,8 @@ def attach(
         if difference:
             raise StoreCorruptError(f"{place.label} does not hold the weights that its name promises: {difference}")
         leave = let_go if visit else partial(place.leave, keep=keep)
-        store = SharedStore(place.label, fd, manifest, created=False, leave=leave)
+        data = map_data(fd, manifest.file_bytes, manifest.header_bytes)
+        store = SharedStore(place.label, fd, manifest, memory=data, created=False, leave=leave)
         if not visit:
             place.join(fd)
     except BaseException:
@@ -299,6 +331,11 @@ def attach(
         raise
     log.info("attached to host store %s (%d bytes)", place.label, manifest.file_bytes)
     return store
+
+
+def map_data(fd: int, file_bytes: int, header_bytes: int) -> torch.Tensor:
+    """The weights of a store file as copies read them: the file's own pages, read-only. Raises OSError."""
+    return map_file(fd, file_bytes, skip=header_bytes, writable=False)
 
 
 def _opener(source: WeightSource, tensor: StoredTensor) -> Callable[[], tuple[Reader, bool]]:

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flextensor.store import UnitSpec, WeightSpec, is_dense, make_layout
-from flextensor.store.host_store import pin_chunks
-from flextensor.store.layout import make_scattered_layout, storage_shape
+from flextensor.store.layout import make_scattered_layout, pin_chunks, storage_shape
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64, torch.bool]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import os
 import subprocess
 import sys
 import threading
@@ -12,9 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from flextensor.store import HostStore, TensorSource, adopt_store, private_store, shared_store
-from flextensor.store.host_store import pin_chunks
+import flextensor as ft
+from flextensor.store import HostStore, StoreError, TensorSource, adopt_store, private_store, shared_store
+from flextensor.store.host_store import MappedStore
+from flextensor.store.layout import pin_chunks
 from flextensor.store.pinning import PinnedRegions
+from flextensor.store.registrar import CudaRegistrar
+from tests.engine.models import Blocks
 from tests.store.holder import Holder
 from tests.store.small_models import same, small_weights, units_of
 
@@ -161,6 +168,116 @@ def test_a_copy_of_a_whole_unit_never_spans_two_registrations() -> None:
             assert torch.equal(run.to("cuda", non_blocking=True).cpu(), run)
         pins.release()
     _no_error_pending()
+
+
+def _begins_pinned(address: int, nbytes: int) -> bool:
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8).is_pinned()
+
+
+@pytest.mark.parametrize("kind", ["private", "shared", "attached"])
+def test_a_store_is_pinned_beside_its_filling(kind: str, shm_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flextensor.store.layout.PIN_CHUNK", SIZE)
+    tensors = _large()
+    units = units_of(tensors)
+    source, registrar = TensorSource(tensors), CudaRegistrar(0)
+    holder = shared_store(units, source, namespace="gpu", directory=shm_dir) if kind == "attached" else None
+    store: MappedStore
+    if kind == "private":
+        made = private_store(units, tensors, registrar=registrar)
+        assert isinstance(made, MappedStore)
+        store = made
+    else:
+        store = shared_store(units, source, namespace="gpu", directory=shm_dir, registrar=registrar)
+    with store:
+        report = store.report().pin
+        assert report is not None and report.complete and report.chunks == len(tensors), report
+        base = store.memory.data_ptr()
+        assert all(_begins_pinned(base + start, end - start) for start, end in pin_chunks(store.layout))
+        assert report.seconds > 0 and (kind != "attached" or report.waited_seconds == report.seconds)
+        for name, tensor in tensors.items():
+            assert torch.equal(store.source(name).to("cuda", non_blocking=True).cpu(), tensor)
+            assert same(store.tensor(name), tensor)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("store-pin")]
+        assert store.pin(0).complete
+        store.unpin()
+        assert not any(_begins_pinned(base + start, end - start) for start, end in pin_chunks(store.layout))
+    if holder is not None:
+        holder.close()
+    _no_error_pending()
+
+
+class Listed(CudaRegistrar):
+    """CUDA's, with a list of what is registered."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.addresses: set[int] = set()
+        self.first = threading.Event()
+
+    def register(self, address: int, nbytes: int, read_only: bool) -> str:
+        reason = super().register(address, nbytes, read_only)
+        if not reason:
+            self.addresses.add(address)
+        self.first.set()
+        return reason
+
+    def unregister(self, address: int) -> None:
+        super().unregister(address)
+        self.addresses.remove(address)
+
+
+@pytest.mark.parametrize("kind", ["private", "shared"])
+def test_a_filling_that_fails_leaves_no_registration(
+    kind: str, shm_dir: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Torn(TensorSource):
+        def check_unchanged(self) -> None:
+            fail()
+
+    def fail() -> None:
+        assert registrar.first.wait(30)
+        raise StoreError("torn")
+
+    monkeypatch.setattr("flextensor.store.layout.PIN_CHUNK", SIZE)
+    registrar, tensors = Listed(), _large()
+    units = units_of(tensors)
+    with caplog.at_level(logging.WARNING), pytest.raises(StoreError, match="torn"):
+        if kind == "private":
+            private_store(
+                units,
+                tensors,
+                consume=lambda name, view: fail() if name == "layers.3.w" else None,
+                registrar=registrar,
+            )
+        else:
+            shared_store(units, Torn(tensors), namespace="gpu", directory=shm_dir, registrar=registrar)
+    assert registrar.first.is_set() and registrar.addresses == set()
+    assert "cudaHostUnregister" not in caplog.text
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("store-")]
+    assert os.listdir(shm_dir) == []
+    _no_error_pending()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_offloaded_model_is_pinned_when_it_is_there_unless_it_shall_not_be(
+    pinned: bool, shared: bool, shm_dir: str
+) -> None:
+    config = ft.OffloadConfig(
+        include_patterns=("layers.*",),
+        gpu_device="cuda",
+        pinned_memory=pinned,
+        shm_enabled=shared,
+        shm_namespace="gpu",
+        shm_dir=shm_dir,
+    )
+    ft.offload(Blocks(), config)
+    try:
+        report = ft.get_offload_manager().hosting.store.report()
+        assert report.kind == ("shared" if shared else "private")
+        assert (report.pin is not None and report.pin.complete) if pinned else report.pin is None
+    finally:
+        ft.release()
 
 
 def test_a_pinned_user_dies_and_the_others_go_on(shm_dir: str) -> None:
