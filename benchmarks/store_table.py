@@ -43,8 +43,8 @@ def markdown(data: dict[str, Any]) -> str:
     ]
     lines += ["", "## Starts: seconds from the call to the end of the first planned step, imports apart", ""]
     lines += [
-        f"The best of {len(data['starts'])} rounds; warm-up is discovery, profiling and the plan on the device. Pinning "
-        "runs beside the filling: what it takes, and what was left of it after the filling.",
+        f"The best of {len(data['starts'])} rounds; warm-up is discovery, profiling and the plan on the device.",
+        "Pinning runs beside the filling: what it takes, and what was left of it after the filling.",
         "",
         "| start | to the first planned step | hashing | waiting | filling | of it reserving | pinning | of it "
         "after the filling | warm-up | (imports) | all rounds |",
