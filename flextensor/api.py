@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from flextensor import registry
+from flextensor.compile.ahead import compiler_imported_beside
 from flextensor.compile.detect import first_compiled
 from flextensor.config import ConfigError, OffloadConfig, load_config
 from flextensor.hosting import Hosting
@@ -94,7 +95,8 @@ def offload(
     _refuse_weights_of_others(selection)
     hosting: Hosting | None = None
     try:
-        hosting = Hosting(model, selection, config, device, source=source, progress=progress)
+        with compiler_imported_beside(compile_fn is not None or config.external_compile):
+            hosting = Hosting(model, selection, config, device, source=source, progress=progress)
         manager = OffloadManager(model, selection, hosting, device, config, name=name, compile_fn=compile_fn)
     except BaseException:
         for module in model.modules():

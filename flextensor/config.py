@@ -88,7 +88,7 @@ class OffloadConfig(BaseModel):
     """Memory mode in bytes of weights on the device (``"6GiB"``); wins over ``max_gpu_mem_fraction``."""
     budget_fraction: float | None = Field(None, gt=0, le=1)
     """Memory mode as a share of the model's own weights; ``budget_bytes`` wins over it."""
-    transfer_budget_scale: float = Field(0.9, gt=0)
+    transfer_budget_scale: float = Field(0.95, gt=0)
     """Latency mode: how much of the compute time copies may fill before a tensor is kept resident. What is left of it
     is for a link that is slower at times."""
     discovery_iters: int = Field(1, ge=1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 WARM_STEPS = 2
-MEASURED_STEPS = 3
+MEASURED_STEPS = 2
 
 State = Literal["idle", "in_progress", "done", "failed"]
 
