@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from flextensor import registry
-from flextensor.compile.ahead import compiler_imported_beside
 from flextensor.compile.detect import first_compiled
 from flextensor.config import ConfigError, OffloadConfig, load_config
 from flextensor.hosting import Hosting
@@ -95,8 +94,15 @@ def offload(
     _refuse_weights_of_others(selection)
     hosting: Hosting | None = None
     try:
-        with compiler_imported_beside(compile_fn is not None or config.external_compile):
-            hosting = Hosting(model, selection, config, device, source=source, progress=progress)
+        hosting = Hosting(
+            model,
+            selection,
+            config,
+            device,
+            source=source,
+            progress=progress,
+            compiled=compile_fn is not None or config.external_compile,
+        )
         manager = OffloadManager(model, selection, hosting, device, config, name=name, compile_fn=compile_fn)
     except BaseException:
         for module in model.modules():

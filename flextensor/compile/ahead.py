@@ -1,39 +1,62 @@
-"""The compiler's own import, which takes seconds, while a host store is filled."""
+"""The compiler's own import, which takes seconds, while a thread fills the host store.
+
+Not the other way round: the compiler starts processes when it is imported, which end with the thread that did it.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MODULES = ("torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.cudagraph_trees")
 """What the first compiled step imports."""
 
-TURNS_SECONDS = 1e-4
-"""How long the import may keep the interpreter lock from threads that wait for it, which need it for moments only."""
+TURNS_SECONDS = 1e-3
+"""How long the import may keep the interpreter lock from threads that wait for it, which need it for moments only.
+Python's own 5 ms slow a filling down to a quarter."""
 
 
-@contextlib.contextmanager
-def compiler_imported_beside(wanted: bool = True) -> Iterator[None]:
-    """Import ``MODULES`` in a thread while the block runs; they are there at its end. The block must import none of
-    them itself. wanted: False does nothing. An import that fails is left to whoever needs it."""
-    if not wanted or all(name in sys.modules for name in MODULES):
-        yield
-        return
-    importing = threading.Thread(target=_import_all, name="compiler-import", daemon=True)
+class ImportStopped(Exception):
+    """Raised in the work beside an import that was interrupted."""
+
+
+def beside_compiler_import(work: Callable[[Callable[[], None]], T]) -> T:
+    """What ``work`` returns: it runs in a thread while this one imports ``MODULES``; at once here when they are there.
+
+    work: takes a function, to be called now and then, that raises ImportStopped when the import was interrupted (by
+        Ctrl-C). It must import none of ``MODULES``.
+
+    Raises what ``work`` raises. An import that fails is left to whoever needs it.
+    """
+    if all(name in sys.modules for name in MODULES):
+        return work(lambda: None)
+    stopped = threading.Event()
+
+    def go_on() -> None:
+        if stopped.is_set():
+            raise ImportStopped
+
     turns = sys.getswitchinterval()
-    sys.setswitchinterval(min(turns, TURNS_SECONDS))
-    importing.start()
-    try:
-        yield
-        importing.join()
-    finally:
-        sys.setswitchinterval(turns)
+    with ThreadPoolExecutor(1, thread_name_prefix="beside-import") as pool:
+        sys.setswitchinterval(min(turns, TURNS_SECONDS))
+        try:
+            found = pool.submit(work, go_on)
+            _import_all()
+            return found.result()
+        except BaseException:
+            stopped.set()
+            raise
+        finally:
+            sys.setswitchinterval(turns)
 
 
 def _import_all() -> None:
