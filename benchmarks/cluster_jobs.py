@@ -147,22 +147,24 @@ def _pause_and_recovery(answers: Answers, one: dict[str, Any], until: float) -> 
     over the link.
 
     Steps are timed from begin to begin within one item: between two items a worker waits for other reasons, too. One
-    that was between two items when the round came did not pause.
+    that changed plans between two items did not pause.
     """
     pauses, recoveries = [], []
     for pid in {answer["pid"] for answer in answers}:
-        items = [answer["stamps"] for answer in answers if answer["pid"] == pid]
-        gaps = sorted(gap for stamps in items for gap in itertools.pairwise(stamps))
-        usual = [b - a for a, b in gaps if one["ended"] + 0.3 < a and b < until]
+        items = [
+            list(zip(answer["stamps"], answer["epochs"], strict=True)) for answer in answers if answer["pid"] == pid
+        ]
+        steps = sorted(pair for stamped in items for pair in itertools.pairwise(stamped))
+        usual = [b - a for (a, _), (b, _) in steps if one["ended"] + 0.3 < a and b < until]
         if not usual:
             continue
-        # Plans change in the step that begins after the decision.
-        last = one["ended"] + max(one["step_before"], median(usual))
-        around = [(b - a, a) for a, b in gaps if b > one["round_began"] and a < last]
-        longest, changed = max(around, default=(median(usual), one["ended"]))
-        pauses.append(longest - median(usual))
+        changed = one["ended"]
+        for (a, before), (b, after) in steps:
+            if before != after == one["epoch"]:
+                pauses.append(b - a - median(usual))
+                changed = a
         steady = SETTLED * max(median(usual), 1e-4)
-        first = next((b for a, b in gaps if a >= changed and b - a <= steady), until)
+        first = next((b for (a, _), (b, _) in steps if a >= changed and b - a <= steady), until)
         recoveries.append(first - one["round_began"])
     link = one["link_bytes_per_second"]
     allowed = one["step_before"] + (one["moved_bytes"] / link if link else 0.0)

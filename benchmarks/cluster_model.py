@@ -10,7 +10,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -82,14 +82,26 @@ class BankSource:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What one run of an item adds to its result. stamps: Unix times at which its steps began."""
+    """What one run of an item adds to its result. stamps: Unix times at which its steps began. epochs: in force when
+    they did; a step that changes plans does so after its stamp."""
 
-    stamps: list[float]
+    stamps: list[float] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
 
-    def take(self) -> list[float]:
-        """The stamps so far, rounded to 0.1 ms; the list is empty afterwards."""
-        taken = [round(stamp, 4) for stamp in self.stamps]
+    def note(self, epoch: int) -> None:
+        """A step begins."""
+        self.stamps.append(time.time())
+        self.epochs.append(epoch)
+
+    def clear(self) -> None:
+        """Forget all."""
         self.stamps.clear()
+        self.epochs.clear()
+
+    def take(self) -> dict[str, Any]:
+        """Both so far, the stamps rounded to 0.1 ms; nothing is left afterwards."""
+        taken = {"stamps": [round(stamp, 4) for stamp in self.stamps], "epochs": list(self.epochs)}
+        self.clear()
         return taken
 
 
@@ -101,7 +113,7 @@ class BenchmarkTask:
         self.options = options
         self._manager: Any = None
         self._model: Any = None
-        self._sampling = Sampling([])
+        self._sampling = Sampling()
 
     def build(self) -> tuple[nn.Module, str]:
         """The model with its parameters on meta, and the pattern of its units."""
@@ -122,7 +134,7 @@ class BenchmarkTask:
         config = context.config.updated(include_patterns=(pattern,))
         self._model = flextensor.offload(model, config, name=context.manager_name, source=source)
         self._manager = flextensor.get_offload_manager(context.manager_name)
-        self._manager.on_step_boundary(lambda step: self._sampling.stamps.append(time.time()))
+        self._manager.on_step_boundary(lambda step: self._sampling.note(self._manager.epoch))
 
     def warm_up(self, items: Sequence[Item]) -> None:
         while self._manager.phase != "inference":
@@ -136,7 +148,7 @@ class BenchmarkTask:
             self._manager.device.link.bytes_per_second = float(item["link"])
         if item.get("fresh"):
             self._manager.reset_offload_timing()
-        self._sampling.stamps.clear()
+        self._sampling.clear()
         steps = int(item["steps"])
         with torch.inference_mode():
             x = self.make_input(item, self._manager.device.torch_device)
@@ -152,7 +164,7 @@ class BenchmarkTask:
             "pid": os.getpid(),
             "began": began,
             "finished": finished,
-            "stamps": self._sampling.take(),
+            **self._sampling.take(),
         }
 
     def verify(self, items: Sequence[Item], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
