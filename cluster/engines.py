@@ -70,37 +70,43 @@ class Engines:
             self._follow(manager, self._epoch)
 
     def _follow(self, manager: OffloadManager, epoch: int) -> None:
-        """A model that had no plan yet when the run agreed on one: it takes the same budget now."""
+        """A model that had no plan yet when the run agreed on one: it takes the same budget now, unless the run agrees
+        on something else meanwhile: then it follows at its next step."""
+        assert manager.plan is not None
+        plan: Plan | None
         try:
             plan = self._solve_one(manager, self.budget, manager.current_profile(), apart=False)
             self.check({manager.name: plan})
-            manager.stage(plan, epoch=epoch)
         except BudgetError as error:
             logger.warning("%s keeps its first plan: %s", manager.name, error)
-            assert manager.plan is not None
-            plan = manager.plan
+            plan = None
         with self._staging:
-            self._agreed = {**self._agreed, manager.name: plan}
+            if self._epoch != epoch or manager.name in self._agreed:
+                return
+            if plan is not None:
+                manager.stage(plan, epoch=epoch)
+            self._agreed = {**self._agreed, manager.name: plan or manager.plan}
+
+    def take_up_own(self) -> None:
+        """Where memory did not suffice, a manager has a plan of its own from its next step on: it counts from now on,
+        in the epoch that the run is in, and so does what it takes, as the budget. Any thread may call it."""
+        for manager in self._planned().values():
+            self._take_up_own(manager)
 
     def _take_up_own(self, manager: OffloadManager) -> None:
-        """Where memory did not suffice, the manager has a plan of its own for this step: it counts from now on, in the
-        epoch that the run is in, and so does what it takes, as the budget."""
-        if manager.own_changes == self._own_changes.get(manager.name, 0):
-            return
         with self._staging:
-            self._count_own(manager)
-
-    def _count_own(self, manager: OffloadManager) -> None:
-        self._own_changes[manager.name] = manager.own_changes
-        plan = manager.own_plan
-        if plan is None or plan is not manager.plan_to_be:  # a round came in between
-            return
-        assert manager.profile is not None
-        self._agreed = {**self._agreed, manager.name: plan}
-        if self._epoch is not None:
-            manager.stage(plan, epoch=self._epoch)
-        if len(self._planned()) == 1:  # else it would be the others' too
-            self.budget = plan.weight_bytes + manager.profile.other_bytes
+            if manager.own_changes == self._own_changes.get(manager.name, 0):
+                return
+            self._own_changes[manager.name] = manager.own_changes
+            plan = manager.own_plan
+            if plan is None or plan is not manager.plan_to_be:  # a round came in between
+                return
+            assert manager.profile is not None
+            self._agreed = {**self._agreed, manager.name: plan}
+            if self._epoch is not None:
+                manager.stage(plan, epoch=self._epoch)
+            if len(self._planned()) == 1:  # else it would be the others' too
+                self.budget = plan.weight_bytes + manager.profile.other_bytes
 
     # ---- plans
 

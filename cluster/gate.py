@@ -119,6 +119,8 @@ class StepGate:
         Raises GateTimeout when it has not come within ``timeout`` seconds, or the round was ended by ``open``.
         """
         with self._condition:
+            if self._awaited_by is not None and self._awaited_by > number:
+                raise GateTimeout(f"round {number} is over: round {self._awaited_by} waits for the step boundary")
             self._awaited_by, began = number, self._steps
 
             def came() -> bool:

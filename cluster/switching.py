@@ -56,6 +56,8 @@ class Switching:
         self._lock = threading.Lock()
         self._round = 0
         self._prepared: _Staged | None = None
+        self._gave_way = False
+        """Memory did not suffice between this worker's agreement and the decision."""
 
     def admit(self, round_number: int) -> None:
         """Raise Refused for a round that is over."""
@@ -93,7 +95,7 @@ class Switching:
         """See ``Worker.prepare``."""
         with self._lock:
             self.admit(round_number)
-            self._round = round_number
+            self._round, self._gave_way = round_number, False
         own_changes = self._engines.own_changes
         self._engines.check(plans)
         if stands_at is None:
@@ -104,6 +106,9 @@ class Switching:
             if self._round != round_number:
                 self._gate.open(round_number)
                 raise Refused(f"round {round_number} was ended while worker {self._rank} came to its boundary")
+            if own_changes != self._engines.own_changes:
+                self._gate.open(round_number)
+                raise Refused(f"worker {self._rank} has fewer weights since it planned: memory did not suffice")
             self._prepared = _Staged(round_number, epoch, plans, budget, stands_at is not None, own_changes)
         return Prepared(self._rank, self._gate.index)
 
@@ -116,6 +121,7 @@ class Switching:
             if staged.stands and not self._gate.is_closed_by(round_number):
                 raise Refused(f"worker {self._rank} no longer stands for round {round_number}")
             if staged.own_changes != self._engines.own_changes:
+                self._prepared, self._gave_way = None, True
                 raise Refused(f"worker {self._rank} has fewer weights since it agreed: memory did not suffice")
             self._engines.stage(staged.plans, staged.budget, staged.epoch)
             self._prepared = None
@@ -138,8 +144,13 @@ class Switching:
         if assignment.step_index is not None:
             self._gate.align(assignment.step_index)
         plans, budget, refused = assignment.plans, assignment.budget, ""
+        with self._lock:
+            gave_way, self._gave_way = self._gave_way, False
         try:
-            if plans is None and assignment.solve:
+            if gave_way:
+                engines.take_up_own()
+                plans, refused = None, "memory did not suffice for what was agreed on"
+            elif plans is None and assignment.solve:
                 plans = engines.solve(budget, None)
             if plans is not None:
                 engines.check(plans)

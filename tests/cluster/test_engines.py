@@ -136,3 +136,34 @@ def test_the_bytes_that_a_change_moves_are_known_before_it(worker: Worker) -> No
     assert abs(moved - proposal.moved_bytes) <= steps
     again = worker.propose(2, 0.9, proposal.plans, None)
     assert again.moved_bytes < proposal.moved_bytes, "nothing becomes resident any more"
+
+
+def test_a_model_whose_first_plan_is_solved_while_a_round_comes_in_takes_the_rounds_budget(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, budget in ((1, 0.9), (3, 0.7)):
+        proposal = worker.propose(number, budget, None, None)
+        worker.prepare(number, number + 1, proposal.plans, budget, 10.0)
+        if budget == 0.9:
+            worker.commit(number)
+    engines, solving, decided = worker._engines, threading.Event(), threading.Event()
+    solve = engines._solve_one
+
+    def solve_slowly(*arguments: object, **settings: object) -> object:
+        solved = solve(*arguments, **settings)  # type: ignore[arg-type]
+        if not solving.is_set():
+            solving.set()
+            assert decided.wait(60)
+        return solved
+
+    monkeypatch.setattr(engines, "_solve_one", solve_slowly)
+    thread = threading.Thread(target=run_item, args=(worker,), kwargs={"late": True})
+    thread.start()
+    assert solving.wait(60)
+    worker.commit(3)
+    decided.set()
+    thread.join(60)
+    run_item(worker, late=True)
+    states = {one.name: one for one in worker.state().engines}
+    assert {one.epoch for one in states.values()} == {4}
+    assert 0.5 * TINY_BYTES < states["worker-0-late"].weight_bytes <= 0.7 * TINY_BYTES

@@ -15,7 +15,7 @@ from cluster.messages import Assignment, Lease, WorkerStart
 from cluster.states import budget_settings
 from cluster.task import TaskError
 from cluster.worker import Refused, Worker
-from flextensor import BudgetError, OffloadConfig
+from flextensor import BudgetError, OffloadConfig, get_offload_manager
 from tests.cluster.conftest import TINY, TINY_BYTES, TINY_OPTIONS
 
 
@@ -112,17 +112,52 @@ def test_steps_go_on_until_the_decision_and_none_runs_under_the_new_plan_before_
     assert not thread.is_alive() and worker.state().epoch == 2
 
 
-def test_a_worker_that_gave_way_after_it_agreed_does_not_take_the_plans(worker: Worker) -> None:
+def test_a_worker_that_gave_way_after_it_agreed_keeps_what_it_has(worker: Worker) -> None:
     """Memory did not suffice in a step between: what it agreed to is more than it has now."""
-    from flextensor import get_offload_manager
-
     run_items(worker, "a")
     proposal = worker.propose(1, 0.9, None, None)
     worker.prepare(1, 2, proposal.plans, 0.9, 10.0)
     get_offload_manager("worker-0")._give_way()
     with pytest.raises(Refused, match="memory did not suffice"):
         worker.commit(1)
+    joined = worker.join(Assignment(epoch=2, plans=proposal.plans, budget=0.9, solve=False, paused=False))
+    assert "memory did not suffice" in joined.refused
     run_items(worker, "b")
+    state = worker.state()
+    assert state.epoch == 2 and state.weight_bytes < 0.5 * TINY_BYTES
+    assert joined.plans["worker-0"].weight_bytes == state.weight_bytes
+    proposal = worker.propose(3, 0.9, None, None)
+    worker.prepare(3, 3, proposal.plans, 0.9, 10.0)
+    worker.commit(3)
+    run_items(worker, "c")
+    assert worker.state().epoch == 3 and worker.state().weight_bytes > 0.5 * TINY_BYTES
+
+
+def test_a_worker_that_gives_way_in_the_step_that_is_waited_for_does_not_agree(worker: Worker) -> None:
+    run_items(worker, "a")
+    proposal = worker.propose(1, 0.9, None, None)
+    refusals: list[str] = []
+
+    def prepare() -> None:
+        try:
+            worker.prepare(1, 2, proposal.plans, 0.9, 20.0)
+        except Refused as refused:
+            refusals.append(str(refused))
+
+    lease = Lease(0, ({"id": "a", "steps": 3, "seconds": 1.0},))
+    running, preparing = threading.Thread(target=worker.run, args=(lease,)), threading.Thread(target=prepare)
+    before = worker.state().steps
+    running.start()
+    while worker.state().steps == before:
+        time.sleep(0.01)
+    preparing.start()
+    time.sleep(0.3)
+    get_offload_manager("worker-0")._give_way()
+    preparing.join(30)
+    running.join(30)
+    assert refusals and "memory did not suffice" in refusals[0]
+    with pytest.raises(Refused, match="is not prepared"):
+        worker.commit(1)
     assert worker.state().weight_bytes < 0.5 * TINY_BYTES
 
 
