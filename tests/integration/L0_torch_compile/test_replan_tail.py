@@ -118,7 +118,7 @@ def _raise(*_: object, **__: object) -> None:
 
 
 def test_the_new_plan_knows_the_compiled_units_times_and_the_link_as_it_is_now(device) -> None:
-    model, _ = external(device, backend=slow_backend(0.02))  # type: ignore[arg-type]
+    model, _ = external(device, backend=slow_backend(0.1))  # type: ignore[arg-type]
     om = get_offload_manager()
     assert om.profile is not None and om.plan is not None
     before, size = om.profile, 1 << 16
@@ -127,7 +127,7 @@ def test_the_new_plan_knows_the_compiled_units_times_and_the_link_as_it_is_now(d
     for _ in range(om.request_strategy_replan()):
         model(inputs(device))
     after = om.profile
-    assert max(before.kinds[0].compute) < 0.02 <= min(after.kinds[0].compute)
+    assert max(before.kinds[0].compute) < 0.1 <= min(after.kinds[0].compute)
     if device.type == "cpu":
         assert after.transfer.seconds(size) > 10 * before.transfer.seconds(size)
 
