@@ -94,15 +94,7 @@ def offload(
     _refuse_weights_of_others(selection)
     hosting: Hosting | None = None
     try:
-        hosting = Hosting(
-            model,
-            selection,
-            config,
-            device,
-            source=source,
-            progress=progress,
-            compiled=compile_fn is not None or config.external_compile,
-        )
+        hosting = Hosting(model, selection, config, device, source=source, progress=progress)
         manager = OffloadManager(model, selection, hosting, device, config, name=name, compile_fn=compile_fn)
     except BaseException:
         for module in model.modules():

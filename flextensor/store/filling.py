@@ -19,9 +19,6 @@ PIECE = 8 << 20
 
 Not smaller: sixteen threads that take the interpreter lock for every MiB fill four times slower (measured).
 """
-UNCHECKED_PIECE = 32 << 20
-"""The same where no checksum is taken: then nothing is read again while it is hot, and fewer turns of the lock are left
-to wait for when other threads keep it longer."""
 _HOT = 4 << 20
 """Bytes that are checked before the next ones are read: less than a core's share of cache; a multiple as ``PIECE`` is.
 """
@@ -40,18 +37,15 @@ def fill(
     memory: torch.Tensor,
     *,
     checksums: bool,
-    ahead: int | None = None,
+    ahead: int = 256 << 20,
 ) -> Generator[tuple[StoredTensor, Checksum]]:
     """Fill ``memory`` (uint8) and yield each tensor, in order, once it is in, with its checksum.
 
     tensors: each with a function that opens it: its reader, and whether pieces of it may be read apart. It is called
-        late, so that not more than about ``ahead`` bytes of sources are open at once (None: two pieces a thread, and
-        256 MiB at least).
+        late, so that not more than about ``ahead`` bytes of sources are open at once.
 
     An exception of a reader ends the filling and is raised here.
     """
-    most = PIECE if checksums else UNCHECKED_PIECE
-    ahead = max(256 << 20, 2 * thread_count() * most) if ahead is None else ahead
     with ThreadPoolExecutor(thread_count(), thread_name_prefix="store-fill") as pool:
         waiting: deque[tuple[StoredTensor, list[tuple[int, Future[Checksum]]]]] = deque()
         outstanding = 0
@@ -61,7 +55,7 @@ def fill(
                     outstanding -= waiting[0][0].nbytes
                     yield _finish(*waiting.popleft())
                 reader, divisible = open_source()
-                step = most if divisible else tensor.nbytes
+                step = PIECE if divisible else tensor.nbytes
                 pieces = []
                 for start in range(0, tensor.nbytes, step):
                     end = min(start + step, tensor.nbytes)
@@ -90,17 +84,15 @@ def _finish(tensor: StoredTensor, pieces: list[tuple[int, Future[Checksum]]]) ->
 def _fill_piece(reader: Reader, divisible: bool, target: torch.Tensor, start: int, checksums: bool) -> Checksum:
     with torch.inference_mode(False), torch.no_grad():
         populate(target)
-        if not checksums:
-            reader(target, start)
-            return Checksum()
         if not divisible:
             reader(target, start)
-            return checksum(target)
+            return checksum(target) if checksums else Checksum()
         total = Checksum()
         for at in range(0, target.numel(), _HOT):
             part = target[at : at + _HOT]
             reader(part, start + at)
-            total += checksum(part).at(at)
+            if checksums:
+                total += checksum(part).at(at)
         return total
 
 

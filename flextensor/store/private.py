@@ -32,7 +32,7 @@ def private_store(
 
     consume(name, view): called in this thread after each tensor is in, so that the caller can point his parameter at
         the store's view and drop the original. Then host memory never holds more than one copy of the weights and
-        about 64 MiB for each thread that fills. The mapping ``tensors`` is asked for each tensor once, late.
+        about 256 MiB. The mapping ``tensors`` is asked for each tensor once, late.
 
     checksums: take them while filling, for ``HostStore.verify``.
     numa_node: prefer memory of this node (the GPU's, see ``numa.gpu_node``) where there are several; None: spread.
