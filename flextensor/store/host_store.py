@@ -206,9 +206,8 @@ class HostStore:
         """``pin`` by what a registrar does; what began beside the filling is brought to its end."""
         self._check_open()
         with self._lock:
-            pinning, self._pinning = self._pinning, None
-            if pinning is not None:
-                stored = pinning.finish()
+            if self._pinning is not None:
+                stored, self._pinning = self._pinning.finish(), None
             else:
                 stored = self._pins.register(self._regions(), registrar, read_only=self._read_only)
             self._pin_report, self._registrar = stored, registrar
@@ -218,11 +217,12 @@ class HostStore:
 
     def unpin(self) -> None:
         """Undo ``pin``. No copy from the store may be under way."""
-        pinning, self._pinning = self._pinning, None
-        if pinning is not None:
-            pinning.abandon()
-        self._pins.release()
-        self._pin_report = None
+        with self._lock:
+            if self._pinning is not None:
+                self._pinning.abandon()
+                self._pinning = None
+            self._pins.release()
+            self._pin_report = None
 
     # Life.
 

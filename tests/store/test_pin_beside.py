@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from flextensor.store import HostStore, StoreError, TensorSource, private_store,
 from flextensor.store.filling import Reader
 from flextensor.store.host_store import MappedStore
 from flextensor.store.layout import StoredTensor, make_layout, pin_chunks
+from flextensor.store.pin_beside import PinBesideFilling
 from flextensor.store.registrar import CudaRegistrar
 from tests.store.small_models import same, small_weights, units_of
 
@@ -264,3 +266,22 @@ def test_without_a_gpu_there_is_no_thread_and_the_report_of_a_later_pin(
             later.chunks,
             "no CUDA device",
         )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_just_before_the_last_chunks_are_waited_for_leaves_nothing_registered(
+    kind: str, shm_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(ListOfRegions):
+        def register(self, address: int, nbytes: int, read_only: bool) -> str:
+            time.sleep(0.1)
+            return super().register(address, nbytes, read_only)
+
+    def interrupted(self: PinBesideFilling) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PinBesideFilling, "finish", interrupted)
+    registrar = Slow()
+    with pytest.raises(KeyboardInterrupt):
+        _get(kind, shm_dir, registrar)
+    assert _threads() == [] and registrar.registered == {}
