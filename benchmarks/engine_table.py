@@ -110,8 +110,8 @@ ms: a forward, back to back, the median over repeats. resident: the un-offloaded
 before and after each timed block (where the link decides: the last one before). Each block comes after a second of the
 same work, which settles the clocks. peak: GPU memory of the whole forward (`torch.cuda.max_memory_allocated`). floor:
 max(resident, streamed / link). ideal: max(resident, (all weights - budget) / link), which no slots at all would reach.
-predicted: when the plan was made, from the profile or from steps under the plan before; live error: of the prediction
-from compute and copies under the plan itself, as the report gives it once steps have settled.
+predicted: from steps under the plan before, a second of them, and then the plan is put in force; live error: of the
+prediction from compute and copies under the plan itself, as the report gives it once steps have settled.
 set-up: from the model in host memory to the first planned step. replan: solving, moving and the first step under the
 new plan. identical: equal to the resident model's output, bit for bit (else the largest difference). host: host time
 of everything that offloading adds to a unit's call; loader: of the loader alone.

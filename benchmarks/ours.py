@@ -1,7 +1,7 @@
 """Our engine over a sweep of budgets, in one process: set up once, a new plan a budget, the resident twin in between.
 
 Peaks are measured before the twin exists. Then each budget's steps run between two blocks of the twin's, all of it
-``repeats`` times, so that a clock that moves moves both.
+``repeats`` times, so that a clock that moves moves both; what is predicted of them comes from the steps before.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from benchmarks.stopwatch import back_to_back, link_bandwidth, steps_for, sustai
 from flextensor.config import parse_budget
 from flextensor.live import SETTLED_SAMPLES
 from flextensor.planner.plan import BudgetError, Plan
+from flextensor.planner.simulate import predict
 from flextensor.runtime.device import Device
 
 logger = logging.getLogger(__name__)
@@ -207,9 +208,6 @@ class Sweep:
                 device_weight_bytes=weights,
                 setup_seconds=self.setup_seconds,
                 replan_seconds=solve_seconds + seconds,
-                predicted_seconds=plan.prediction.step_seconds if plan.prediction else None,
-                predicted_transfer_seconds=plan.prediction.transfer_seconds if plan.prediction else None,
-                predicted_stall_seconds=plan.prediction.stall_seconds if plan.prediction else None,
                 host_seconds_a_unit=host,
                 loader_seconds_a_unit=loader,
             ),
@@ -280,6 +278,18 @@ class Sweep:
         once = back_to_back(self.resident_step, 1, self.torch_device)
         steps = steps_for(self.settings.seconds / 2, once, most=20)
         return back_to_back(self.resident_step, steps, self.torch_device)
+
+    def forecast(self, row: Row, plan: Plan) -> Row:
+        """``row`` with what is predicted of ``plan`` from steps under the plan in force, run just now: the survey's
+        steps came between pauses, with higher clocks than those of steps without one."""
+        self._load(self.settings.sustained)
+        told = predict(plan, self.manager.current_profile(self.manager.measure_transfer()))
+        return dataclasses.replace(
+            row,
+            predicted_seconds=told.step_seconds,
+            predicted_transfer_seconds=told.transfer_seconds,
+            predicted_stall_seconds=told.stall_seconds,
+        )
 
     def time_steps(self, row: Row, plan: Plan, before: float) -> tuple[Row, float]:
         """One timed block under ``plan`` and one of the twin's after it, added to ``row``; the latter's seconds.
@@ -377,9 +387,12 @@ class Sweep:
         }
         self.add_twin()
         blocks: dict[int, list[Row]] = {at: [] for at in going}
+        self.put_in_force(self.manager.solve(None, self.manager.current_profile()))  # the plan before the first
         before = self.resident_seconds()
         for repeat in range(self.settings.repeats):
             for at, (row, plan) in list(going.items()):
+                if repeat == 0:
+                    row = self.forecast(row, plan)
                 row, before = self.time_steps(row, plan, before)
                 going[at] = row, plan
                 blocks[at].append(row)

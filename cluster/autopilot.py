@@ -86,9 +86,9 @@ class Autopilot:
             if self._replans.epoch != number:
                 return
             states = self._roster.states()
-            # What was asked before the commit may still tell of a refusal of an earlier plan.
-            asked = [m.state for m in self._roster.joined() if m.seen - began >= self._options.poll]
-            refused = [state for state in asked if state is not None and state.refusal]
+            # A refusal may be of an earlier plan, also one that is told after the commit.
+            told = [m.state for m in self._roster.joined() if m.seen - began >= self._options.poll]
+            refused = [one for one in told if one is not None and one.refusal and one.refused_epoch == number]
             if refused:
                 await self._back(number, f"worker {refused[0].rank} could not: {refused[0].refusal}")
                 return

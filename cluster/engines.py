@@ -246,6 +246,7 @@ def _state_of(manager: OffloadManager, own_changes: int) -> EngineState:
         phase=manager.phase,
         epoch=manager.epoch,
         refusal=manager.refusal,
+        refused_epoch=manager.refused_epoch,
         own_changes=own_changes,
         own_reason=manager.own_reason if own_changes else "",
         steps=live.steps,

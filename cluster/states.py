@@ -68,12 +68,13 @@ class HostSample:
 class PlanFigures:
     """What a plan in force holds and takes: of one manager, or of a whole worker.
 
-    refusal: why the last committed plan could not be put in force (the one before is then). own_changes: plans that it
-    made by itself, where memory did not suffice; own_reason: why the last of them. weight_bytes, resident_bytes: on the
-    device, weights that no plan manages included; so does total_bytes.
+    refusal: why the last committed plan could not be put in force (the one before is then); refused_epoch: that plan's.
+    own_changes: plans that it made by itself, where memory did not suffice; own_reason: why the last of them.
+    weight_bytes, resident_bytes: on the device, weights that no plan manages included; so does total_bytes.
     """
 
     refusal: str = ""
+    refused_epoch: int | None = None
     own_changes: int = 0
     own_reason: str = ""
     steps: int = 0

@@ -349,11 +349,12 @@ class Worker:
 def _engine_state(engines: tuple[EngineState, ...]) -> dict[str, Any]:
     """The worker's own manager's timings, and what all managers have together."""
     main = engines[0]
-    refused = [f"{one.name}: {one.refusal}" if one is not main else one.refusal for one in engines if one.refusal]
+    refused = [one for one in engines if one.refusal]
     return {
         "engines": engines,
         "epoch": max(one.epoch for one in engines),
-        "refusal": "; ".join(refused),
+        "refusal": "; ".join(f"{one.name}: {one.refusal}" if one is not main else one.refusal for one in refused),
+        "refused_epoch": max((one.refused_epoch for one in refused if one.refused_epoch is not None), default=None),
         "own_changes": sum(one.own_changes for one in engines),
         "own_reason": "; ".join(one.own_reason for one in engines if one.own_reason),
         "step_seconds": main.step_seconds,

@@ -76,6 +76,8 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
         self.profile: Profile | None = None
         self.refusal = ""
         """Why the last staged plan was not put in force; empty when it was."""
+        self.refused_epoch: int | None = None
+        """The epoch that plan was staged for."""
         self.own_changes = 0
         """Plans that nobody asked for, made where memory did not suffice; the last one's reason, and itself:"""
         self.own_reason = ""
@@ -292,8 +294,6 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
             self._refuse_edits_in_a_capture()
             graphs.note_capture(self._execution)
         else:
-            if self._staged is not None and not self._execution.homeless:
-                self._take_up_edits()  # a switch may fetch again from the host what was written on the device
             self._apply_staged()
             if self._execution.homeless:
                 self._now_in_force(self._execution.take_place())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +30,7 @@ class Replans(Measured):
     hosting: Hosting
     epoch: int
     refusal: str
+    refused_epoch: int | None
     own_changes: int
     own_reason: str
     own_plan: Plan | None
@@ -36,6 +38,10 @@ class Replans(Measured):
     _lock: threading.RLock
     _from_saved_profile: bool
     _staged: tuple[Plan, int | None] | None
+
+    if TYPE_CHECKING:
+
+        def _take_up_edits(self) -> None: ...
 
     @property
     def iters_before_inference(self) -> int:
@@ -120,20 +126,27 @@ class Replans(Measured):
             staged, self._staged = self._staged, None
         if staged is None:
             return
-        if self.phase != INFERENCE:
-            self.refusal = f"still in {self.phase}"
-            logger.warning("plan not put in force: %s", self.refusal)
-            return
         try:
-            self._switch(*staged)
-            self.refusal = ""
-        except torch.OutOfMemoryError as error:
-            self.refusal = f"out of memory: {error}"
-            logger.warning("plan not put in force: %s", error)
+            if not self._execution.homeless:
+                self._take_up_edits()  # a switch may fetch again from the host what was written on the device
+            if self.phase != INFERENCE:
+                self._refuse(staged, f"still in {self.phase}")
+                return
+            try:
+                self._switch(*staged)
+                self.refusal = ""
+            except torch.OutOfMemoryError as error:
+                self._refuse(staged, f"out of memory: {error}")
         except BaseException:
             with self._lock:
                 self._staged = self._staged or staged
             raise
+
+    def _refuse(self, staged: tuple[Plan, int | None], reason: str) -> None:
+        # In this order: whoever reads the reason finds the epoch that it is of, or of a later one.
+        self.refused_epoch = staged[1]
+        self.refusal = reason
+        logger.warning("plan not put in force: %s", reason)
 
     def _switch(self, plan: Plan, epoch: int | None) -> None:
         """Stop, lay memory out anew, go on. On failure the plan before is in force again, or where there is no room for

@@ -45,7 +45,8 @@ def queues_of(batches: Sequence[Batch], copy_stream: Stream) -> tuple[tuple[Call
     for at, batch in enumerate(batches):
         moves.extend(batch.moves)
         if batch.last or at == len(batches) - 1:
-            queues.append((copy_stream.copier(moves, together=True), batch.visit if batch.last else None))
+            queue = batch.queue if len(moves) == 1 else copy_stream.copier(moves, together=True)
+            queues.append((queue, batch.visit if batch.last else None))
             moves = []
     return tuple(queues)
 

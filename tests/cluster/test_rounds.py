@@ -358,6 +358,28 @@ def test_a_worker_that_comes_back_is_counted_on_with_its_group(pair: list[Worker
     run(bench, work)
 
 
+@pytest.mark.parametrize("behind", [0, 1], ids=["this epoch's", "an earlier epoch's"])
+def test_a_plan_is_rolled_back_for_its_own_refusal_alone(pair: list[Worker], tmp_path: Path, behind: int) -> None:
+    bench = Bench(pair, tmp_path / "events.jsonl", rollback_steps=2)
+
+    async def work() -> None:
+        await bench.admit()
+        outcome = await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))
+        for worker in pair:
+            await asyncio.to_thread(step, worker)
+        manager = pair[1]._manager
+        assert manager is not None and manager.epoch == outcome.epoch
+        # As the model's thread says it of a plan that found no room, perhaps when the next one is staged already.
+        manager.refused_epoch, manager.refusal = outcome.epoch - behind, "out of memory"
+        if behind:
+            for worker in pair:
+                await asyncio.to_thread(step, worker, 3)
+        await bench.until(lambda: bool(bench.events("measured") or bench.events("rolling_back")))
+        assert [event["epoch"] for event in bench.events("rolling_back")] == ([] if behind else [outcome.epoch])
+
+    run(bench, work)
+
+
 def test_the_log_tells_a_run_from_its_start_to_its_end(pair: list[Worker], tmp_path: Path) -> None:
     bench = Bench(pair, tmp_path / "events.jsonl", rollback_steps=0)
 

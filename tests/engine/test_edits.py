@@ -191,6 +191,29 @@ def test_a_resident_weight_written_in_place_is_used_and_survives_replans(pair: M
     one.same_state()
 
 
+def test_a_write_is_kept_by_a_plan_that_comes_at_the_last_moment(
+    pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may stage a plan at any moment until the step takes it."""
+    one = pair(Blocks(), noise(2, 48), budget=1.0)
+    one.to_inference()
+    manager, apply_staged = one.manager, one.manager._apply_staged
+    plan = manager.solve(one.least())
+    name = next(w.name for at, w in enumerate(manager._weights) if at in manager.plan.resident and w.name in NAMES)
+    for model in (one.model, one.reference):
+        model.get_parameter(name).mul_(1.5)
+
+    def staged_meanwhile() -> None:
+        monkeypatch.undo()
+        manager.stage(plan)
+        apply_staged()
+
+    monkeypatch.setattr(manager, "_apply_staged", staged_meanwhile)
+    one.run(3)
+    assert manager.plan is plan
+    one.same_state()
+
+
 def test_a_weight_of_no_unit_may_be_changed_at_will(pair: MakePair) -> None:
     one = pair(Blocks(), noise(2, 48))
     one.to_inference()
