@@ -56,6 +56,9 @@ def _where_it_goes(rows: Sequence[Row]) -> list[str]:
                 copies = row.transfer_seconds - row.predicted_transfer_seconds
                 stalls = (row.stall_seconds or 0.0) - row.predicted_stall_seconds
                 parts.append(f"against the plan: copies {copies * 1e3:+.2f} ms, stalls {stalls * 1e3:+.2f} ms")
+        if row.sm_clock_hz and row.resident_sm_clock_hz:
+            clocks = f"{row.sm_clock_hz / 1e6:.0f} and {row.resident_sm_clock_hz / 1e6:.0f} MHz"
+            parts.append(f"SM clock at the end of the block and of the resident one {clocks}")
         notes.append(f"- {row.contender}, {target_words(row.target)}: " + "; ".join(parts) + ".")
     return ["Rows more than 1% above their floor (of one sampled step, medians):", "", *notes] if notes else []
 
@@ -114,5 +117,6 @@ predicted: from steps under the plan before, a second of them, and then the plan
 prediction from compute and copies under the plan itself, as the report gives it once steps have settled.
 set-up: from the model in host memory to the first planned step. replan: solving, moving and the first step under the
 new plan. identical: equal to the resident model's output, bit for bit (else the largest difference). host: host time
-of everything that offloading adds to a unit's call; loader: of the loader alone.
+of everything that offloading adds to a unit's call, without the model's own work between; loader: of the loader alone,
+within the model's steps. Each is of the second of two steps, the device idle before the first.
 """

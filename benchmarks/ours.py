@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import flextensor
+from benchmarks.gpu_clock import sm_clock
 from benchmarks.model import Shape, build, make_input, weight_bytes
 from benchmarks.rows import GIB, Row, median, target_words
 from benchmarks.stopwatch import back_to_back, link_bandwidth, steps_for, sustain, synchronize, warm_up_gpu
@@ -26,6 +27,7 @@ from flextensor.live import SETTLED_SAMPLES
 from flextensor.planner.plan import BudgetError, Plan
 from flextensor.planner.simulate import predict
 from flextensor.runtime.device import Device
+from flextensor.runtime.loader import Loader
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ SETTLE_SECONDS = 3.0
 """Of steps before a latency plan is asked for."""
 BOUND_BY_LINK = 1.03
 """A plan whose copies take so many times the resident model's step is timed as it is; clocks matter to all others."""
+HEATING_SECONDS = 8.0
+"""Of the twin's steps before the first timed block: a GPU that was idle has higher clocks for about so long."""
 SUSTAINED_SECONDS = 1.0
 """Of steps before another plan is asked for: one comes in the midst of a job's work, not after a pause."""
 HOST_STEPS = 7
@@ -70,6 +74,29 @@ def parse_target(target: str, total: int, activations: int) -> int | None:
     except ValueError:
         budget = parse_budget(target)
         return int(budget * total) if isinstance(budget, float) else budget
+
+
+class TimedLoader:
+    """A loader, and the host ``seconds`` in its ``enter`` and ``exit`` so far."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def enter(self, unit: int) -> None:
+        """The loader's."""
+        start = time.perf_counter()
+        self._loader.enter(unit)
+        self.seconds += time.perf_counter() - start
+
+    def exit(self, unit: int) -> None:
+        """The loader's."""
+        start = time.perf_counter()
+        self._loader.exit(unit)
+        self.seconds += time.perf_counter() - start
 
 
 class Sweep:
@@ -108,6 +135,7 @@ class Sweep:
         self.activations = self._activations()
         self._twin: nn.Module | None = None
         self._expected: torch.Tensor | None = None
+        self._clock, self._last_clock = sm_clock(self.torch_device), None
         self.link = 0.0
 
     def _log_setup(self, offload_seconds: float) -> None:
@@ -221,8 +249,10 @@ class Sweep:
         return "ok"
 
     def _host_seconds(self) -> tuple[float, float]:
-        """Host seconds a visit of all that offloading adds, and of the loader alone: enter and exit, no compute."""
-        manager, loader = self.manager, self.manager._execution.loader
+        """Host seconds a visit: of all that offloading adds (enter and leave, no compute), and of the loader alone, in
+        steps of the model."""
+        manager, execution = self.manager, self.manager._execution
+        loader = execution.loader
         visits = loader.plan.visits
 
         def whole() -> None:
@@ -230,31 +260,31 @@ class Sweep:
                 manager._enter(unit, (self.x,), {})
                 manager._leave(unit)
 
-        def bare() -> None:
-            loader.begin_step("")
-            for unit in visits:
-                loader.enter(unit)
-                loader.exit(unit)
-
-        # These steps compute nothing: were they sampled, later plans would believe it.
+        # Steps that compute nothing: were they sampled, later plans would believe it.
         recorder = manager._recorder
         every, recorder.every = recorder.every, 0
+        timed = TimedLoader(loader)
         try:
-            found = [self._seconds_of(run) / len(visits) for run in (whole, bare)]
+            found = self._seconds_of(whole)
+            execution.loader = timed  # type: ignore[assignment]
+            in_steps = self._seconds_of(self.step, lambda: timed.seconds)
         finally:
+            execution.loader = loader
             recorder.every = every
             manager._measuring_kind = False
             recorder.break_sequence()
-        return found[0], found[1]
+        return found / len(visits), in_steps / len(visits)
 
-    def _seconds_of(self, run: Callable[[], None]) -> float:
-        """Host seconds of ``run``, the device idle before; the median of a few."""
+    def _seconds_of(self, run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+        """Seconds that ``clock`` counts of ``run``, the median of a few. The device is idle before, and a ``run`` that
+        does not count comes first: a host that has waited for the device is slower for a while."""
         samples = []
         for _ in range(HOST_STEPS):
             self.device.synchronize()
-            start = time.perf_counter()
             run()
-            samples.append(time.perf_counter() - start)
+            start = clock()
+            run()
+            samples.append(clock() - start)
         self.device.synchronize()
         return median(samples)
 
@@ -277,7 +307,10 @@ class Sweep:
         sustain(self.resident_step, self.settings.sustained, self.torch_device)
         once = back_to_back(self.resident_step, 1, self.torch_device)
         steps = steps_for(self.settings.seconds / 2, once, most=20)
-        return back_to_back(self.resident_step, steps, self.torch_device)
+        return back_to_back(self.resident_step, steps, self.torch_device, queued=self._note_clock)
+
+    def _note_clock(self) -> None:
+        self._last_clock = self._clock()
 
     def forecast(self, row: Row, plan: Plan) -> Row:
         """``row`` with what is predicted of ``plan`` from steps under the plan in force, run just now: the survey's
@@ -303,7 +336,8 @@ class Sweep:
         once = back_to_back(self.step, 2, self.torch_device)
         count = steps_for(self.settings.seconds, once)
         then = self.manager.live()
-        seconds = back_to_back(self.step, count, self.torch_device)
+        seconds = back_to_back(self.step, count, self.torch_device, queued=self._note_clock)
+        clock = self._last_clock
         y = self._sampled_steps()
         now, expected = self.manager.live(), self.manager.expectation()
         live = expected.prediction.step_seconds if expected is not None and expected.measured == "live" else None
@@ -321,6 +355,8 @@ class Sweep:
                 stall_seconds=now.stall_seconds if now.compute_seconds else None,
                 transfer_seconds=now.transfer_seconds or None,
                 predicted_live_seconds=live,
+                sm_clock_hz=clock,
+                resident_sm_clock_hz=None if bound_by_link else self._last_clock,
                 identical=same,
                 largest_difference=max(difference, row.largest_difference or 0.0),
                 unforeseen_visits=(row.unforeseen_visits or 0) + now.unforeseen_visits - then.unforeseen_visits,
@@ -388,6 +424,8 @@ class Sweep:
         self.add_twin()
         blocks: dict[int, list[Row]] = {at: [] for at in going}
         self.put_in_force(self.manager.solve(None, self.manager.current_profile()))  # the plan before the first
+        if self.torch_device.type == "cuda":
+            sustain(self.resident_step, HEATING_SECONDS, self.torch_device)
         before = self.resident_seconds()
         for repeat in range(self.settings.repeats):
             for at, (row, plan) in list(going.items()):

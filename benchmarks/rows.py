@@ -23,8 +23,9 @@ class Row:
     floor_seconds: max(resident, streamed / link). ideal_seconds: max(resident, (total - target) / link): the floor of
         an engine that had no slots.
     identical: the output equals the twin's, bit for bit.
+    sm_clock_hz, resident_sm_clock_hz: the GPU's clock at the end of a timed block, and of the twin's after it.
     host_seconds_a_unit: host time of everything that offloading adds to a unit's call; loader_seconds_a_unit: of the
-        loader alone.
+        loader alone, within the model's own steps.
     """
 
     contender: str
@@ -61,6 +62,8 @@ class Row:
     unforeseen_visits: int | None = None
     host_seconds_a_unit: float | None = None
     loader_seconds_a_unit: float | None = None
+    sm_clock_hz: float | None = None
+    resident_sm_clock_hz: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """A plain dictionary with every key."""

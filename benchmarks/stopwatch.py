@@ -24,12 +24,19 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def back_to_back(step: Callable[[], object], steps: int, device: torch.device) -> float:
-    """Seconds of one of ``steps`` steps that follow each other without a pause, as a denoising loop runs them."""
+def back_to_back(
+    step: Callable[[], object], steps: int, device: torch.device, *, queued: Callable[[], object] | None = None
+) -> float:
+    """Seconds of one of ``steps`` steps that follow each other without a pause, as a denoising loop runs them.
+
+    queued: called when the last step is queued, a few steps before the device is done.
+    """
     synchronize(device)
     start = time.perf_counter()
     for _ in range(steps):
         step()
+    if queued is not None:
+        queued()
     synchronize(device)
     return (time.perf_counter() - start) / steps
 

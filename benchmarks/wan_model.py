@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import flextensor
+from benchmarks.gpu_clock import sm_clock
 from benchmarks.model import BANK_SHIFT, WINDOW_STEP, weight_bytes
 from benchmarks.ours import Settings, Sweep
 from benchmarks.rows import Row
@@ -172,6 +173,7 @@ class WanSweep(Sweep):
         self.activations = self._activations()
         self._twin = None
         self._expected = None
+        self._clock, self._last_clock = sm_clock(self.torch_device), None
         self.link = 0.0
 
     def _set_up(self, model: Any, config: flextensor.OffloadConfig) -> None:
@@ -180,6 +182,8 @@ class WanSweep(Sweep):
         self.manager = flextensor.get_offload_manager(self.name)
         synchronize(self.torch_device)
         clock.part_done("offload()")
+        store = self.manager.hosting.store.report()
+        self.start.parts["of it filling the host store"] = store.fill_seconds
         steps = self.manager.iters_before_inference
         for index in range(steps):
             self.step()
