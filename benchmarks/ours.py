@@ -38,11 +38,11 @@ SETTLE_SECONDS = 3.0
 """Of steps before a latency plan is asked for."""
 BOUND_BY_LINK = 1.03
 """A plan whose copies take so many times the resident model's step is timed as it is; clocks matter to all others."""
-HEATING_SECONDS = 8.0
+HEATING_SECONDS = 6.0
 """Of the twin's steps before the first timed block: a GPU that was idle has higher clocks for about so long."""
 SUSTAINED_SECONDS = 1.0
 """Of steps before another plan is asked for: one comes in the midst of a job's work, not after a pause."""
-HOST_STEPS = 7
+HOST_STEPS = 5
 SAMPLED_STEPS = SETTLED_SAMPLES
 """Timed visit by visit after each block, to say where its time goes."""
 

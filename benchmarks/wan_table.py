@@ -40,11 +40,12 @@ START_COLUMNS = (
     ("graphs made by replans and later steps", "later_graphs"),
 )
 START_LEGEND = """\
-From the model in host memory, compile caches empty, each contender in a process of its own, after the compiler was read
-from disk once and host memory was written to (a virtual machine gets it from its host only then). resident: moved to the
-GPU and compiled block by block. Ours: `offload()`, which packs and pins the weights, discovery, profile and first plan;
-with `external` also the eager profile before, and the replan after. planned: until the first compiled step under a plan
-that knows compiled times is done; of the resident model, until its second step is. x resident: of these two."""
+From the model in host memory, compile caches empty, each contender in a process of its own, after the compiler was
+read from disk once and host memory was written to (a virtual machine gets it from its host only then). resident:
+moved to the GPU and compiled block by block. Ours: `offload()`, which packs and pins the weights, discovery, profile
+and first plan; with `external` also the eager profile before, and the replan after. planned: until the first compiled
+step under a plan that knows compiled times is done; of the resident model, until its second step is. x resident: of
+these two."""
 
 
 def markdown(

@@ -98,6 +98,7 @@ class Roster:
         if self.members.get(member.rank) is member:
             member.state, member.seen, member.incarnation = state, time.monotonic(), state.incarnation
             member.own_changes, member.joined, member.lost = state.own_changes, True, ""
+            member.set_up = False
 
     def mark_lost(self, member: Member, reason: str) -> None:
         """A worker's process is gone."""

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +355,28 @@ def test_a_worker_that_comes_back_is_counted_on_with_its_group(pair: list[Worker
         await bench.coordinator.enlist(1, handle)
         await bench.coordinator.admit(1, handle)
         assert pair[1].state().step_index == 5
+
+    run(bench, work)
+
+
+def test_the_next_process_of_a_worker_found_at_work_is_not_taken_for_it(pair: list[Worker], tmp_path: Path) -> None:
+    """A coordinator that starts again finds workers that were set up before it; once they have joined, they count as
+    all others do: their next process joins when the driver has set it up."""
+    bench = Bench(pair, tmp_path / "events.jsonl")
+
+    async def work() -> None:
+        await bench.admit()
+        roster = bench.coordinator._roster
+        member = roster.members[1]
+        member.set_up, member.joined = True, False  # as it is found
+        await bench.coordinator.admit(1, member.handle)
+        state = pair[1].state()
+        roster.mark_lost(member, "gone")
+        roster._reconcile(member, replace(state, incarnation=state.incarnation + 1))
+        assert not member.returning and member.lost
+        roster._reconcile(member, state)
+        assert member.returning
+        await bench.until(lambda: not member.lost)
 
     run(bench, work)
 
