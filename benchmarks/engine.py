@@ -40,7 +40,7 @@ LEAST_MEMORY = ("1", "latency")
 TINY_SWEEP = ("latency", "75%", "50%", "35%")
 TINY_TOKENS = 64
 
-PROCESS_SECONDS = 240.0
+PROCESS_SECONDS = 300.0
 
 
 @dataclass(frozen=True)

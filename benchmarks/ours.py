@@ -40,9 +40,9 @@ BOUND_BY_LINK = 1.03
 """A plan whose copies take so many times the resident model's step is timed as it is; clocks matter to all others."""
 HEATING_SECONDS = 6.0
 """Of the twin's steps before the first timed block: a GPU that was idle has higher clocks for about so long."""
-SUSTAINED_SECONDS = 1.0
+SUSTAINED_SECONDS = 0.3
 """Of steps before another plan is asked for: one comes in the midst of a job's work, not after a pause."""
-HOST_STEPS = 5
+HOST_STEPS = 3
 SAMPLED_STEPS = SETTLED_SAMPLES
 """Timed visit by visit after each block, to say where its time goes."""
 
