@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -248,6 +249,8 @@ def main() -> None:
     options.add_argument("--name", help="of the result files; default: store, without a GPU store-cpu")
     options.add_argument("--note", default="", help="said on the page: what else the machine did")
     given = options.parse_args()
+    if given.crash_rounds and importlib.util.find_spec("pytest") is None:
+        options.error("--crash-rounds runs the tests' rounds, which need pytest: make test installs it")
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d %(message)s", stream=sys.stderr)
     found = environment()
     results = run(given.size, given.processes, given.crash_rounds, given.start_rounds, given.kinds)
