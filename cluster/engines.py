@@ -72,7 +72,6 @@ class Engines:
     def _follow(self, manager: OffloadManager, epoch: int) -> None:
         """A model that had no plan yet when the run agreed on one: it takes the same budget now, unless the run agrees
         on something else meanwhile: then it follows at its next step."""
-        assert manager.plan is not None
         plan: Plan | None
         try:
             plan = self._solve_one(manager, self.budget, manager.current_profile(), apart=False)
@@ -85,7 +84,9 @@ class Engines:
                 return
             if plan is not None:
                 manager.stage(plan, epoch=epoch)
-            self._agreed = {**self._agreed, manager.name: plan or manager.plan}
+            kept = plan or manager.plan
+            if kept is not None:  # else its own budget has no plan either
+                self._agreed = {**self._agreed, manager.name: kept}
 
     def take_up_own(self) -> None:
         """Where memory did not suffice, a manager has a plan of its own from its next step on: it counts from now on,
@@ -94,6 +95,8 @@ class Engines:
             self._take_up_own(manager)
 
     def _take_up_own(self, manager: OffloadManager) -> None:
+        if manager.own_changes == self._own_changes.get(manager.name, 0):
+            return
         with self._staging:
             if manager.own_changes == self._own_changes.get(manager.name, 0):
                 return
@@ -116,8 +119,8 @@ class Engines:
         found: Plans = {}
         for name, manager in self._planned().items():
             plan = self._agreed.get(name, manager.plan)
-            assert plan is not None
-            found[name] = plan
+            if plan is not None:
+                found[name] = plan
         return found
 
     @property
@@ -128,6 +131,8 @@ class Engines:
     def measure(self) -> TransferCurve:
         """The link now, as the worker's own manager would see it, from the copies of the one that ran last."""
         latest, main = self._managers.get(self._stepped, self.main), self.main
+        if latest.phase != INFERENCE:  # it warms up, or was released
+            latest = main
         now = latest.measure_transfer()
         if latest is main:
             return now
@@ -192,11 +197,12 @@ class Engines:
     def stage(self, plans: Plans, budget: Budget, epoch: int) -> None:
         """Put ``plans`` in force, each at its manager's next step. Any thread may call it, also beside a step."""
         with self._staging:
-            for name, manager in self._planned().items():
-                if name in plans:
-                    manager.refusal = ""
-                    manager.stage(plans[name], epoch=epoch)
-            self._agreed, self._epoch, self.budget = plans, epoch, budget
+            planned = {name: manager for name, manager in self._planned().items() if name in plans}
+            for name, manager in planned.items():
+                manager.refusal = ""
+                manager.stage(plans[name], epoch=epoch)
+            # A model that still warms up has not agreed: it follows when it has its first plan.
+            self._agreed, self._epoch, self.budget = {name: plans[name] for name in planned}, epoch, budget
 
     def took(self, plan: Plan) -> None:
         """The worker's own manager was given this plan outside of a round."""

@@ -167,7 +167,9 @@ class Replans:
             return ReplanOutcome(False, self.epoch, "there is no earlier plan to go back to")
 
         async def old_plans(members: list[Member], request: ReplanRequest, number: int) -> tuple[Proposals, Budgets]:
-            return await self._solver.ask(members, number, target.budgets, target.plans), dict(target.budgets)
+            # Of a worker that has joined since, the epoch knows what all were given.
+            budgets = {m.rank: target.budgets.get(m.rank, target.record.budget) for m in members}
+            return await self._solver.ask(members, number, budgets, target.plans), budgets
 
         outcome = await self._replan(ReplanRequest(reason=reason), old_plans)
         if outcome.committed:

@@ -133,7 +133,8 @@ class Switching:
         """See ``Worker.abort``."""
         with self._lock:
             self._round = max(self._round, round_number + 1)
-            self._prepared = None
+            if self._prepared is not None and self._prepared.round_number <= round_number:
+                self._prepared = None
         self._gate.open(round_number)
 
     def join(self, assignment: Assignment) -> Joined:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from flextensor.execution import Execution
-from flextensor.hosting import Hosting
+from flextensor.hosting import Hosting, out_of_inference_mode
 from flextensor.runtime.device import Device
 from flextensor.store import HostStore
 from flextensor.units import CHANGED_BY_FORWARD, OffloadError, Unit, Weight
@@ -85,7 +85,7 @@ class WeightWatch:
                 f"weight {entry.weight.name!r} was replaced by {found}, but its place in the plan is for "
                 f"{tuple(old.shape)} {old.dtype}; call flextensor.release(), change the model, and offload it again"
             )
-        return new
+        return _ordinary(new) if new.is_inference() else new
 
     def adopt(self, entry: WatchedWeight, new: torch.Tensor) -> None:
         """Put ``new`` in every place of the weight and watch it from now on."""
@@ -138,10 +138,13 @@ class WeightEdits:
             at = self.index_of(weight.name)
             new = self._watch.replacement(entry)
             if new is not None:
+                # Its bytes first: a tensor that is known already would not be looked at again after an error.
+                on_device = weight.resident_reason == CHANGED_BY_FORWARD and new.device == self._device
+                if not on_device:
+                    self._store.make_private(weight.name).copy_(new.detach())
                 self._adopt(entry, new)
-                if weight.resident_reason == CHANGED_BY_FORWARD and new.device == self._device:
+                if on_device:
                     continue
-                self._store.make_private(weight.name).copy_(new.detach())
             elif weight.resident_reason == CHANGED_BY_FORWARD or any(
                 weight in self._pieces[unit].weights for unit in traced
             ):
@@ -178,9 +181,9 @@ class WeightEdits:
             if weight not in self._pieces[unit].weights:
                 continue
             new = self._watch.replacement(entry)
+            self._store.make_private(weight.name).copy_((weight.tensor if new is None else new).detach())
             if new is not None:
                 self._adopt(entry, new)
-            self._store.make_private(weight.name).copy_(weight.tensor.detach())
             weight.resident_reason = weight.resident_reason or CHANGED_BY_FORWARD
             self._watch.accept(weight)
 
@@ -207,12 +210,14 @@ class Editing:
     _edits: WeightEdits
     _weights: Sequence[Weight]
     _lock: threading.RLock
+    _unloaded: set[int]
+    """Weights whose host bytes have changed, and which are not known to be bound anew."""
     _in_root: bool
     _open_units: list[int]
     _traced: set[int]
 
     def _take_up_edits(self) -> None:
-        edited: list[int] = []
+        edited = sorted(self._unloaded)
         try:
             self._edits.look(edited, self._execution.loader.plan.resident, self._traced)
         finally:  # what was taken up before an error is in force all the same
@@ -220,8 +225,10 @@ class Editing:
                 self._reload(edited)
 
     def _reload(self, indexes: Sequence[int]) -> None:
-        """Sources have changed: bind anew, copy resident ones again."""
-        self._execution.reload(indexes)
+        """Sources have changed: bind anew, copy resident ones again; at the next step, if a Ctrl-C comes in between."""
+        self._unloaded.update(indexes)
+        self._execution.reload(sorted(self._unloaded))
+        self._unloaded.clear()
         logger.info("took up %d edited weights", len(indexes))
 
     @contextlib.contextmanager
@@ -234,6 +241,7 @@ class Editing:
         """
         with self._lock:
             indexes = self._editable(names)
+            self._unloaded.update(indexes)
             try:
                 yield {
                     name: self.hosting.store.make_private(self._weights[at].name)
@@ -246,6 +254,7 @@ class Editing:
         """Undo all edits of these weights: the store's values are in force from the next call on."""
         with self._lock:
             indexes = self._editable(names)
+            self._unloaded.update(indexes)
             for at in indexes:
                 self.hosting.store.discard_private(self._weights[at].name)
             self._reload(indexes)
@@ -272,3 +281,9 @@ class Editing:
         self.device.synchronize()
         self._edits.save_state()
         return indexes
+
+
+def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes as a tensor, or parameter, that has a version to watch: one made in inference mode has none."""
+    ordinary = out_of_inference_mode(tensor)
+    return nn.Parameter(ordinary, requires_grad=False) if isinstance(tensor, nn.Parameter) else ordinary

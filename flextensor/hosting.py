@@ -63,11 +63,11 @@ class Hosting:
         """All weights that lie on the device whatever the plan."""
         for weight in (*stored, *self.others):
             if weight.tensor.is_inference():
-                _put_in_place(weight, _out_of_inference_mode(weight.tensor))
+                _put_in_place(weight, out_of_inference_mode(weight.tensor))
         for module, attribute, _ in selection.buffers:
             buffer = module._buffers[attribute]
             if buffer is not None and buffer.is_inference():
-                module._buffers[attribute] = _out_of_inference_mode(buffer)
+                module._buffers[attribute] = out_of_inference_mode(buffer)
         for unit in selection.units:
             unit.weights = [weight for weight in unit.weights if _storable(weight)]
         units = [UnitSpec(unit.name, tuple(_spec(w) for w in unit.weights)) for unit in selection.units if unit.weights]
@@ -281,7 +281,7 @@ def _leave_meta(weight: Weight, store: HostStore) -> None:
     _put_in_place(weight, data)
 
 
-def _out_of_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
+def out_of_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
     """An ordinary tensor over the same memory as one made in inference mode, which has no version to watch."""
     with torch.inference_mode(False):
         ordinary = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -99,6 +99,7 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
             name, self._weights, self._reads, hosting.store, device, self._recorder, other_bytes=hosting.other_bytes
         )
         self._edits = WeightEdits(self._weights, self._pieces, hosting.store, device.torch_device, self._index)
+        self._unloaded: set[int] = set()
         self._open_units: list[int] = []
         self._warmup: Warmup | None = Warmup(
             device,
@@ -111,6 +112,8 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
             fetch=self._fetch,
         )
         self._lock = threading.RLock()
+        self._staging = threading.Lock()
+        """Of what is staged alone: it is never held while somebody else's code runs."""
         self._staged: tuple[Plan, int | None] | None = None
         self._callbacks: list[Callable[[int], None]] = []
         self._step = 0

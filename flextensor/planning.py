@@ -91,18 +91,17 @@ def solve_in_room(
 ) -> Plan:
     """``solve``; without a budget, weights take at most what is free and the configured share of the device."""
     plan = solve(profile, budget, config, apart=apart)
-    limit, share = weight_limit(profile, room), _share_of_device(profile, room, config)
-    limit = limit if share is None else min(limit, share)
+    limit = most_weights(profile, room, config)
     if budget is not None or plan.weight_bytes + profile.other_bytes <= limit:
         return plan
     return solve(profile, limit, config, apart=apart)
 
 
-def fits(plan: Plan, profile: Profile, room: Room, config: OffloadConfig) -> bool:
-    """False when the plan in force leaves too little for what steps were seen to need."""
-    asked = configured_limit(profile, room, config)
-    need = plan.weight_bytes + room.other
-    return need <= weight_limit(profile, room) and (asked is None or need <= asked)
+def most_weights(profile: Profile, room: Room, config: OffloadConfig) -> int:
+    """Bytes that weights may take beside what steps were seen to need: of what is free, and of the configured share of
+    the device. What the budget says does not depend on steps."""
+    share = _share_of_device(profile, room, config)
+    return weight_limit(profile, room) if share is None else min(weight_limit(profile, room), share)
 
 
 def check(plan: Plan, profile: Profile, room: Room, device: str) -> None:

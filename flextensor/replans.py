@@ -35,7 +35,7 @@ class Replans(Measured):
     own_reason: str
     own_plan: Plan | None
     _edits: WeightEdits
-    _lock: threading.RLock
+    _staging: threading.Lock
     _from_saved_profile: bool
     _staged: tuple[Plan, int | None] | None
 
@@ -88,8 +88,9 @@ class Replans(Measured):
             planning.check(plan, self.profile, self._room(), self.device.name)
 
     def stage(self, plan: Plan, epoch: int | None = None) -> None:
-        """Put ``plan`` in force at the start of the next step (at once after the callbacks, inside one of them)."""
-        with self._lock:
+        """Put ``plan`` in force at the start of the next step (at once after the callbacks, inside one of them). Any
+        thread may call it, and waits for nobody."""
+        with self._staging:
             self._staged = (plan, epoch)
 
     def _stage_own(self, plan: Plan, reason: str) -> None:
@@ -101,7 +102,7 @@ class Replans(Measured):
     @property
     def plan_to_be(self) -> Plan | None:
         """What is staged for the next step, else the plan in force."""
-        with self._lock:
+        with self._staging:
             return self.plan if self._staged is None else self._staged[0]
 
     def replan(self, budget: int | float | str | None = None, *, profile: Profile | None = None) -> Plan:
@@ -122,7 +123,7 @@ class Replans(Measured):
         return plan
 
     def _apply_staged(self) -> None:
-        with self._lock:
+        with self._staging:
             staged, self._staged = self._staged, None
         if staged is None:
             return
@@ -138,7 +139,7 @@ class Replans(Measured):
             except torch.OutOfMemoryError as error:
                 self._refuse(staged, f"out of memory: {error}")
         except BaseException:
-            with self._lock:
+            with self._staging:
                 self._staged = self._staged or staged
             raise
 
@@ -197,22 +198,28 @@ class Replans(Measured):
 
     def _make_room(self) -> None:
         """A kind of step ran for the first time since the profile: when it needs more than the profile's steps did, and
-        the configuration's share of the device is exceeded by it, weights give way at the next step."""
+        the plan in force, or staged, leaves too little for that, weights give way at the next step, as few as must."""
         assert self.profile is not None
         beyond = self.device.peak_bytes() - self._execution.memory.nbytes - self.hosting.other_bytes
-        if beyond <= self.profile.activation_bytes or self.plan is None:
+        coming = self.plan_to_be
+        if beyond <= self.profile.activation_bytes or coming is None:
             return
         self.profile = replace(self.profile, activation_bytes=beyond)
-        if planning.fits(self.plan, self.profile, self._room(), self.config):
+        most = planning.most_weights(self.profile, self._room(), self.config)
+        if coming.weight_bytes + self.hosting.other_bytes <= most:
             return
         try:
-            self._stage_own(self.solve_configured(), f"a new kind of step takes {beyond} bytes beside weights")
+            self._stage_own(self.solve(most), f"a new kind of step takes {beyond} bytes beside weights")
             logger.info("%s; planning anew", self.own_reason)
         except BudgetError as error:
             logger.warning("a new kind of step takes %d bytes beside weights, which cannot give way: %s", beyond, error)
 
     def _give_way(self) -> None:
         """A step ran out of memory: the next one has fewer weights on the device."""
+        coming = self.plan_to_be
+        if self.plan is not None and coming is not None and coming.weight_bytes < self.plan.weight_bytes:
+            logger.warning("out of memory in a step; the next one has fewer weights, as it was asked for meanwhile")
+            return
         try:
             plan = planning.fewer_weights(self.current_profile(), self._execution.memory.nbytes, self.config)
         except (BudgetError, OffloadError):

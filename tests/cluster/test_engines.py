@@ -167,3 +167,80 @@ def test_a_model_whose_first_plan_is_solved_while_a_round_comes_in_takes_the_rou
     states = {one.name: one for one in worker.state().engines}
     assert {one.epoch for one in states.values()} == {4}
     assert 0.5 * TINY_BYTES < states["worker-0-late"].weight_bytes <= 0.7 * TINY_BYTES
+
+
+def late_of(worker: Worker) -> tuple[int, int]:
+    """Epoch and bytes of the model that has its first step later than the others."""
+    return next((one.epoch, one.weight_bytes) for one in worker.state().engines if one.name.endswith("-late"))
+
+
+def test_a_worker_that_is_started_again_gives_a_late_model_its_plan_too(worker: Worker) -> None:
+    proposal = worker.propose(1, 0.9, None, None)
+    worker.prepare(1, 2, proposal.plans, 0.9, 1.0)
+    worker.commit(1)
+    run_item(worker, late=True)
+    run_item(worker, late=True)
+    before, (plans, budget) = late_of(worker), worker.plans()
+    assert "worker-0-late" in plans
+    worker.close()
+    again = Worker(start_of(task="twin_task:TwinTask"))
+    again.setup()
+    try:
+        again.join(Assignment(epoch=2, plans=plans, budget=budget, solve=True, paused=False))
+        run_item(again, late=True)
+        run_item(again, late=True)
+        assert late_of(again) == before and before[0] == 2
+    finally:
+        again.close()
+
+
+def test_the_link_is_measured_also_while_a_further_model_warms_up(worker: Worker) -> None:
+    worker._engines.find()
+    answer = sys.modules["tiny_task"].answer
+    answer(worker._task.models["-late"], {"id": "a"}, 1)  # type: ignore[union-attr]
+    assert worker._engines._stepped == "worker-0-late"
+    assert worker.measure(1).transfer.bandwidth > 0
+
+
+def test_a_late_model_whose_own_budget_has_no_plan_takes_the_runs(worker: Worker) -> None:
+    main, late = (flextensor.get_offload_manager(name) for name in ("worker-0", "worker-0-late"))
+    late.config = late.config.updated(budget_fraction=None, budget_bytes=1)
+    with pytest.raises(BudgetError):
+        run_item(worker, late=True)
+    assert late.phase == "inference" and late.plan is None
+    late.config = main.config
+    proposal = worker.propose(1, 0.9, None, None)
+    del proposal.plans["worker-0-late"]  # it was solved before the model had its profile
+    worker.prepare(1, 2, proposal.plans, 0.9, 1.0)
+    worker.commit(1)
+    assert "worker-0-late" not in worker.plans()[0]
+    run_item(worker, late=True)
+    run_item(worker, late=True)
+    assert late_of(worker)[0] == 2
+
+
+def test_a_commit_does_not_wait_for_somebody_who_edits_weights(worker: Worker) -> None:
+    """Nor does a forward inside the block wait for the commit."""
+    manager = flextensor.get_offload_manager("worker-0")
+    name = manager._weights[0].name
+    proposal = worker.propose(1, 0.9, None, None)
+    inside, commit_done, done = threading.Event(), threading.Event(), threading.Event()
+
+    def edit() -> None:
+        with manager.edit_weights(name):
+            inside.set()
+            commit_done.wait(20)
+            sys.modules["tiny_task"].answer(worker._task.models[""], {"id": "a"}, 1)  # type: ignore[union-attr]
+        done.set()
+
+    worker.prepare(1, 2, proposal.plans, 0.9, 1.0)
+    thread = threading.Thread(target=edit)
+    thread.start()
+    assert inside.wait(20)
+    committing = threading.Thread(target=lambda: (worker.commit(1), commit_done.set()))
+    committing.start()
+    assert commit_done.wait(10), "the commit waits for the block"
+    assert done.wait(10)
+    thread.join(5)
+    committing.join(5)
+    assert manager.epoch == 2

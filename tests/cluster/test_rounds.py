@@ -381,6 +381,37 @@ def test_the_next_process_of_a_worker_found_at_work_is_not_taken_for_it(pair: li
     run(bench, work)
 
 
+def test_a_rollback_gives_a_worker_that_joined_since_the_old_budget(pair: list[Worker], tmp_path: Path) -> None:
+    bench = Bench(pair, tmp_path / "events.jsonl")
+
+    async def work() -> None:
+        coordinator = bench.coordinator
+        handles = [LocalHandle(worker, lambda method: None) for worker in pair]
+        await coordinator.enlist(0, handles[0])
+        await coordinator.admit(0, handles[0])
+        assert (await coordinator.replan(ReplanRequest(budget=0.7, measure=False))).committed
+        await coordinator.enlist(1, handles[1])
+        await coordinator.admit(1, handles[1])
+        assert (await coordinator.rollback()).committed
+        for worker in pair:
+            await asyncio.to_thread(step, worker)
+        first, second = (worker.state() for worker in pair)
+        assert first.budget == second.budget == 0.5
+        assert first.weight_bytes == second.weight_bytes < 0.6 * second.total_bytes
+
+    run(bench, work)
+
+
+def test_an_abort_that_arrives_late_ends_its_own_round_alone(pair: list[Worker]) -> None:
+    worker = pair[0]
+    proposal = worker.propose(1, 0.9, None, None)
+    worker.prepare(2, 2, proposal.plans, 0.9, 1.0)
+    worker.abort(1)
+    worker.commit(2)
+    step(worker)
+    assert worker.state().epoch == 2
+
+
 @pytest.mark.parametrize("behind", [0, 1], ids=["this epoch's", "an earlier epoch's"])
 def test_a_plan_is_rolled_back_for_its_own_refusal_alone(pair: list[Worker], tmp_path: Path, behind: int) -> None:
     bench = Bench(pair, tmp_path / "events.jsonl", rollback_steps=2)

@@ -298,3 +298,58 @@ def test_one_weight_under_two_names_in_one_unit(pair: MakePair) -> None:
     one.streams(3)
     assert one.model.layers[2].a.weight is one.model.layers[2].b.weight
     one.replan(one.least())
+
+
+def test_a_ctrl_c_while_an_edit_is_put_in_force_loses_nothing(pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = pair(Blocks(), noise(2, 48), budget=0.7)
+    one.to_inference()
+    manager, quiesce = one.manager, one.manager._execution.quiesce
+    name = next(w.name for at, w in enumerate(manager._weights) if at in manager.plan.resident and w.name in NAMES)
+
+    def interrupted() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), manager.edit_weights(name) as tensors:
+        tensors[name].mul_(1.5)
+        monkeypatch.setattr(manager._execution, "quiesce", interrupted)
+    assert manager._execution.quiesce == quiesce
+    one.reference.get_parameter(name).mul_(1.5)
+    one.run(3)
+    one.replan(one.least())
+    one.same_state()
+
+
+def test_a_parameter_replaced_in_inference_mode(pair: MakePair) -> None:
+    one = pair(Blocks(), noise(2, 48))
+    one.to_inference()
+    with torch.inference_mode():
+        new = torch.randn(one.reference.get_parameter(NAMES[0]).shape, generator=torch.Generator().manual_seed(3))
+        one.model.get_submodule(NAMES[0].removesuffix(".weight")).weight = nn.Parameter(new, requires_grad=False)
+    one.reference.get_parameter(NAMES[0]).copy_(new.clone())
+    one.run(3)
+    one.replan(1.0)
+    one.replan(one.least())
+    one.same_state()
+
+
+def test_a_step_that_could_not_take_up_a_parameter_leaves_it_to_the_next(
+    pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pair(Blocks(), noise(2, 48))
+    one.to_inference()
+    new = one.reference.get_parameter(NAMES[0]).detach() * 2
+    one.model.get_submodule(NAMES[0].removesuffix(".weight")).weight = nn.Parameter(new.clone(), requires_grad=False)
+    one.reference.get_parameter(NAMES[0]).copy_(new)
+
+    def no_room(name: str) -> torch.Tensor:
+        monkeypatch.undo()
+        raise MemoryError(f"no host memory for {name}")
+
+    monkeypatch.setattr(one.manager.hosting.store, "make_private", no_room)
+    with pytest.raises(MemoryError):
+        one.model(*one.arguments())
+    one.run(3)
+    one.replan(1.0)
+    one.replan(one.least())
+    one.same_state()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flextensor as ft
+from flextensor.planner.plan import Plan
 from flextensor.runtime.host import HostDevice
 from tests.engine.conftest import MakePair
 from tests.engine.harness import Pair
@@ -108,3 +109,39 @@ def test_a_larger_batch_stays_within_the_share_of_the_device() -> None:
         assert torch.cuda.max_memory_allocated() <= share * total
     finally:
         ft.release("room")
+
+
+def test_a_plan_asked_for_is_not_undone_by_a_new_kind_of_step_that_has_room(pair: MakePair) -> None:
+    one = pair(Blocks(), blocks, budget=0.4)
+    one.to_inference()
+    one.replan(0.9)
+    plan, epoch, device = one.manager.plan, one.manager.epoch, one.manager.device
+
+    def scratch(*_: object) -> None:
+        del_me = device.allocate(200_000)
+        del del_me
+
+    hook = one.model.layers[2].register_forward_pre_hook(scratch)
+    before = one.manager.profile.activation_bytes
+    one.model(torch.randn(64, 48))
+    hook.remove()
+    assert one.manager.profile.activation_bytes > before
+    one.run(2)
+    assert one.manager.plan is plan and one.manager.epoch == epoch and not one.manager.own_changes
+
+
+def test_a_smaller_plan_asked_for_while_a_step_runs_out_of_memory_stays(pair: MakePair) -> None:
+    one = pair(Blocks(), blocks, budget=0.9)
+    one.to_inference()
+    asked: list[Plan] = []
+
+    def full(*_: object) -> None:
+        asked.append(one.manager.replan(one.least()))
+        raise torch.OutOfMemoryError("no room for an activation")
+
+    hook = one.model.layers[3].register_forward_pre_hook(full)
+    with pytest.raises(torch.OutOfMemoryError):
+        one.model(*one.arguments())
+    hook.remove()
+    one.run(2)
+    assert one.manager.plan is asked[0]

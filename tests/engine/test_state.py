@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -239,3 +240,24 @@ def test_state_of_forward_survives_a_replan_and_its_undoing_both_interrupted(
     one.run(2)
     assert one.manager.plan is plan
     one.same_state()
+
+
+class Replacing(nn.Module):
+    """Its forward puts a new tensor in the place of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(48, 48)
+        self.register_buffer("state", torch.zeros(48, 48))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = self.state + 1
+        return torch.tanh(self.lin(x) + self.state[0])
+
+
+def test_a_buffer_replaced_in_inference_mode(pair: MakePair) -> None:
+    layers = nn.Sequential(*(Replacing() for _ in range(6)))
+    one = pair(nn.Sequential(OrderedDict(layers=layers)), noise(4, 48), budget=0.9, exact=False)
+    with torch.inference_mode():
+        one.run(6)
+    one.run(2)
