@@ -123,6 +123,10 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
         self._from_saved_profile = False
         self._measured_kinds: set[str] = set()
         self._measuring_kind = False
+        self._settled_activations = 0
+        """Bytes beside weights that steps take which keep nothing; 0: as the profile's did."""
+        self._last_activations = 0
+        """Bytes beside weights when that was last looked at; 0: not yet."""
         self._kind_counts: Counter[str] = Counter()
         self._tail = ReplanTail()
         self._census = CompileCensus(lambda: self._open_units[-1] if self._open_units else None)
@@ -268,6 +272,8 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
         if self._measuring_kind:
             self._measuring_kind = False
             self._make_room()
+        elif self._share_is_limited and self._step % SAMPLE_EVERY == 0 and not self.device.is_capturing():
+            self._make_room_for_growth()
         if self._diagnostics is not None and not self.device.is_capturing():
             self._diagnostics.step_done(self)
         return result

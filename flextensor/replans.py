@@ -36,6 +36,8 @@ class Replans(Measured):
     own_plan: Plan | None
     _edits: WeightEdits
     _staging: threading.Lock
+    _settled_activations: int
+    _last_activations: int
     _from_saved_profile: bool
     _staged: tuple[Plan, int | None] | None
 
@@ -169,6 +171,8 @@ class Replans(Measured):
                 self._edits.save_state()
             self._now_in_force(execution.restore(before))
             raise
+        if self.config.max_gpu_mem_fraction is not None:
+            self.device.reset_peak()  # what lay there before counts no more
         self.plan = plan
         self.epoch = self.epoch + 1 if epoch is None else epoch
 
@@ -201,18 +205,48 @@ class Replans(Measured):
         the plan in force, or staged, leaves too little for that, weights give way at the next step, as few as must."""
         assert self.profile is not None
         beyond = self.device.peak_bytes() - self._execution.memory.nbytes - self.hosting.other_bytes
+        self._settled_activations = max(beyond, self._settled_activations or self.profile.activation_bytes)
+        if beyond > self.profile.activation_bytes:
+            self.profile = replace(self.profile, activation_bytes=beyond)
+            self._leave_room(f"a new kind of step takes {beyond} bytes beside weights")
+
+    @property
+    def _share_is_limited(self) -> bool:
+        return self.config.max_gpu_mem_fraction is not None and self.phase == INFERENCE
+
+    def _make_room_for_growth(self) -> None:
+        """What steps keep on the device (a cache of keys and values) grows: weights give way before it exceeds the
+        configured share. Planned for is as much growth again as was seen, so that not every few tokens bring a plan."""
+        assert self.profile is not None
+        beyond = self.device.peak_bytes() - self._execution.memory.nbytes - self.hosting.other_bytes
+        self._settled_activations = self._settled_activations or self.profile.activation_bytes
+        since, self._last_activations = beyond - (self._last_activations or beyond), beyond
+        grown = beyond - self._settled_activations
+        if beyond + max(since, 0) <= self.profile.activation_bytes or grown <= 0:  # so much it is at the next look
+            return
+        seen = self.profile
+        self.profile = replace(seen, activation_bytes=beyond + grown)
+        if not self._leave_room(f"steps take {beyond} bytes beside weights, {grown} more than at first"):
+            self.profile = replace(seen, activation_bytes=max(beyond, seen.activation_bytes))
+
+    def _leave_room(self, reason: str) -> bool:
+        """Stage a plan with fewer weights where the one in force, or staged, leaves too little room. False where it
+        leaves enough."""
+        assert self.profile is not None
         coming = self.plan_to_be
-        if beyond <= self.profile.activation_bytes or coming is None:
-            return
-        self.profile = replace(self.profile, activation_bytes=beyond)
         most = planning.most_weights(self.profile, self._room(), self.config)
-        if coming.weight_bytes + self.hosting.other_bytes <= most:
-            return
+        if coming is None or coming.weight_bytes + self.hosting.other_bytes <= most:
+            return False
         try:
-            self._stage_own(self.solve(most), f"a new kind of step takes {beyond} bytes beside weights")
-            logger.info("%s; planning anew", self.own_reason)
+            plan = self.solve(most)
         except BudgetError as error:
-            logger.warning("a new kind of step takes %d bytes beside weights, which cannot give way: %s", beyond, error)
+            if error.needed >= coming.weight_bytes + self.hosting.other_bytes:
+                logger.warning("%s, and weights cannot give way: %s", reason, error)
+                return True
+            plan = self.solve(error.needed)  # as few as can be
+        self._stage_own(plan, reason)
+        logger.info("%s; planning anew", reason)
+        return True
 
     def _give_way(self) -> None:
         """A step ran out of memory: the next one has fewer weights on the device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -145,3 +146,43 @@ def test_a_smaller_plan_asked_for_while_a_step_runs_out_of_memory_stays(pair: Ma
     hook.remove()
     one.run(2)
     assert one.manager.plan is asked[0]
+
+
+@pytest.mark.parametrize("device", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_weights_give_way_to_a_growing_cache_before_it_exceeds_the_share(device: str) -> None:
+    """Steps of one kind that keep a little more each time, as a cache of keys and values does."""
+    width, kept_bytes, calls = (48, 2_000, 80) if device == "host" else (1024, 2 << 20, 80)
+    model = Blocks(width=width, inner=131 if device == "host" else 4096).requires_grad_(False)
+    reference = copy.deepcopy(model).to("cpu" if device == "host" else device)
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    taken, total = 0, 4 * weights
+    if device == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        taken = torch.cuda.memory_allocated()
+    limit = taken + weights
+    config = ft.OffloadConfig(
+        include_patterns=["layers.*"],
+        gpu_device=device,
+        resident_below_bytes=0,
+        host_memory_bytes=total if device == "host" else None,
+        host_link_bytes_per_second=2e9,
+        max_gpu_mem_fraction=limit / total,
+    )
+    ft.offload(model, config, name="cache")
+    manager = ft.get_offload_manager("cache")
+    cache: list[torch.Tensor] = []
+    try:
+        x = torch.randn(8, width, device=reference.layers[0].up.weight.device)
+        for _ in range(manager.iters_before_inference + 2):
+            model(x)
+        first, peaks = manager.plan.weight_bytes, []
+        for _ in range(calls):
+            manager.device.reset_peak()
+            assert torch.equal(model(x), reference(x))
+            cache.append(manager.device.allocate(kept_bytes))
+            peaks.append(manager.device.peak_bytes())
+        assert calls * kept_bytes > 0.4 * weights and manager.plan.weight_bytes < first - 0.4 * weights
+        assert max(peaks) <= limit
+        assert 1 <= manager.own_changes <= 6 and manager.live().copied_bytes_total > 0
+    finally:
+        ft.release("cache")
