@@ -151,7 +151,7 @@ def test_a_smaller_plan_asked_for_while_a_step_runs_out_of_memory_stays(pair: Ma
 @pytest.mark.parametrize("device", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_weights_give_way_to_a_growing_cache_before_it_exceeds_the_share(device: str) -> None:
     """Steps of one kind that keep a little more each time, as a cache of keys and values does."""
-    width, kept_bytes, calls = (48, 2_000, 80) if device == "host" else (1024, 2 << 20, 80)
+    width, kept_bytes, calls = (48, 500, 320) if device == "host" else (1024, 1 << 19, 320)
     model = Blocks(width=width, inner=131 if device == "host" else 4096).requires_grad_(False)
     reference = copy.deepcopy(model).to("cpu" if device == "host" else device)
     weights = sum(p.numel() * 4 for p in model.parameters())
