@@ -222,7 +222,8 @@ class Replans(Measured):
         self._settled_activations = self._settled_activations or self.profile.activation_bytes
         since, self._last_activations = beyond - (self._last_activations or beyond), beyond
         grown = beyond - self._settled_activations
-        if beyond + max(since, 0) <= self.profile.activation_bytes or grown <= 0:  # so much it is at the next look
+        ahead = beyond + max(since, 0) * 5 // 4  # at the next look, and when a plan made then is in force
+        if ahead <= self.profile.activation_bytes or grown <= 0:
             return
         seen = self.profile
         self.profile = replace(seen, activation_bytes=beyond + grown)
