@@ -38,29 +38,63 @@ def _table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+ABOVE_FLOOR, PREDICTION, LOADER = 1.01, 0.03, 20e-6
+"""What a row of ours is to keep to: times its floor, the prediction's error, the loader's host time a unit."""
+
+
 def _where_it_goes(rows: Sequence[Row]) -> list[str]:
-    """For each row of ours over 1.01 of its floor: what the step consists of, and so where the rest went."""
+    """For each row of ours that misses a mark: where the time goes."""
     notes = []
     for row in rows:
-        if row.ratio is None or row.ratio <= 1.01 or not row.step_seconds or row.floor_seconds is None:
-            continue
-        parts = [f"{(row.step_seconds - row.floor_seconds) * 1e3:.2f} ms above the floor"]
-        if row.compute_seconds is not None and row.stall_seconds is not None and row.resident_seconds:
-            parts.append(f"waiting for copies {row.stall_seconds * 1e3:.2f} ms")
-            slower = row.compute_seconds - row.resident_seconds
-            parts.append(f"the units' compute {slower * 1e3:+.2f} ms against the resident step")
-        if row.transfer_seconds and row.streamed_bytes:
-            rate = row.streamed_bytes / row.transfer_seconds
-            parts.append(f"copies at {rate / 1e9:.1f} GB/s while on the link")
-            if row.predicted_transfer_seconds and row.predicted_stall_seconds is not None:
-                copies = row.transfer_seconds - row.predicted_transfer_seconds
-                stalls = (row.stall_seconds or 0.0) - row.predicted_stall_seconds
-                parts.append(f"against the plan: copies {copies * 1e3:+.2f} ms, stalls {stalls * 1e3:+.2f} ms")
-        if row.sm_clock_hz and row.resident_sm_clock_hz:
-            clocks = f"{row.sm_clock_hz / 1e6:.0f} and {row.resident_sm_clock_hz / 1e6:.0f} MHz"
-            parts.append(f"SM clock at the end of the block and of the resident one {clocks}")
-        notes.append(f"- {row.contender}, {target_words(row.target)}: " + "; ".join(parts) + ".")
-    return ["Rows more than 1% above their floor (of one sampled step, medians):", "", *notes] if notes else []
+        parts = [*_above_floor(row), *_wrong_prediction(row), *_slow_loader(row)]
+        if parts:
+            notes.append(f"- {row.contender}, {target_words(row.target)}: " + "; ".join(parts) + ".")
+    head = "Rows more than 1% above their floor, predicted with an error of more than 3%, or with a loader of more than 20 us:"
+    return [head, "", *notes] if notes else []
+
+
+def _above_floor(row: Row) -> list[str]:
+    if row.ratio is None or row.ratio <= ABOVE_FLOOR or not row.step_seconds or row.floor_seconds is None:
+        return []
+    above = row.step_seconds - row.floor_seconds
+    parts = [f"{above * 1e3:.2f} ms above the floor"]
+    if row.transfer_seconds is None or row.compute_seconds is None or row.stall_seconds is None:
+        return parts
+    if row.resident_seconds is not None and row.floor_seconds > row.resident_seconds:
+        slower, idle = row.transfer_seconds - row.floor_seconds, row.step_seconds - row.transfer_seconds
+        parts.append(f"copies beside compute {slower * 1e3:+.2f} ms, the link idle {idle * 1e3:+.2f} ms")
+    else:
+        rest = row.step_seconds - row.compute_seconds - row.stall_seconds
+        compute = row.compute_seconds + rest - row.floor_seconds
+        parts.append(
+            f"waiting for copies {row.stall_seconds * 1e3:+.2f} ms, the units' compute and what is between them "
+            f"{compute * 1e3:+.2f} ms against the resident step ({rest * 1e3:.2f} ms between them)"
+        )
+    if row.sm_clock_hz and row.resident_sm_clock_hz:
+        clocks = f"{row.sm_clock_hz / 1e6:.0f} and {row.resident_sm_clock_hz / 1e6:.0f} MHz"
+        parts.append(f"SM clock at the end of the block and of the resident one {clocks}")
+    return parts
+
+
+def _wrong_prediction(row: Row) -> list[str]:
+    if row.prediction_error is None or abs(row.prediction_error) <= PREDICTION or not row.step_seconds:
+        return []
+    off = row.prediction_error * row.step_seconds
+    parts = [f"predicted {off * 1e3:+.2f} ms"]
+    if row.predicted_transfer_seconds is not None and row.transfer_seconds is not None:
+        copies = row.predicted_transfer_seconds - row.transfer_seconds
+        stalls = (row.predicted_stall_seconds or 0.0) - (row.stall_seconds or 0.0)
+        parts.append(f"of it stalls {stalls * 1e3:+.2f} ms, compute and the rest {(off - stalls) * 1e3:+.2f} ms")
+        parts.append(f"copies were predicted {copies * 1e3:+.2f} ms")
+    return [", ".join(parts)]
+
+
+def _slow_loader(row: Row) -> list[str]:
+    if row.loader_seconds_a_unit is None or row.loader_seconds_a_unit <= LOADER:
+        return []
+    return [
+        f"the loader takes {row.loader_seconds_a_unit * 1e6:.1f} us with {row.copies_a_visit or 0:.1f} copies a visit"
+    ]
 
 
 def _ms(value: float | None) -> str:
@@ -112,7 +146,8 @@ LEGEND = """\
 ms: a forward, back to back, the median over repeats. resident: the un-offloaded model in the same process, in blocks
 before and after each timed block (where the link decides: the last one before). Each block comes after a second of the
 same work, which settles the clocks. peak: GPU memory of the whole forward (`torch.cuda.max_memory_allocated`). floor:
-max(resident, streamed / link). ideal: max(resident, (all weights - budget) / link), which no slots at all would reach.
+max(resident, streamed / link). ideal: max(resident, (all weights - budget) / link), which no slots at all would reach:
+what lies between the two is the slots' share of the weights on the GPU, which is streamed beside what does not fit.
 predicted: from steps under the plan before, a second of them, and then the plan is put in force; live error: of the
 prediction from compute and copies under the plan itself, as the report gives it once steps have settled.
 set-up: from the model in host memory to the first planned step. replan: solving, moving and the first step under the

@@ -238,6 +238,7 @@ class Sweep:
                 replan_seconds=solve_seconds + seconds,
                 host_seconds_a_unit=host,
                 loader_seconds_a_unit=loader,
+                copies_a_visit=len(plan.copies) / max(len(plan.visits), 1),
             ),
             plan,
         )

@@ -25,7 +25,7 @@ class Row:
     identical: the output equals the twin's, bit for bit.
     sm_clock_hz, resident_sm_clock_hz: the GPU's clock at the end of a timed block, and of the twin's after it.
     host_seconds_a_unit: host time of everything that offloading adds to a unit's call; loader_seconds_a_unit: of the
-        loader alone, within the model's own steps.
+        loader alone, within the model's own steps. copies_a_visit: what it queues.
     """
 
     contender: str
@@ -62,6 +62,7 @@ class Row:
     unforeseen_visits: int | None = None
     host_seconds_a_unit: float | None = None
     loader_seconds_a_unit: float | None = None
+    copies_a_visit: float | None = None
     sm_clock_hz: float | None = None
     resident_sm_clock_hz: float | None = None
 

@@ -94,6 +94,45 @@ def test_the_loaders_host_time_is_that_of_a_streaming_plan() -> None:
     assert found["copies"] >= 3 and 0 < found["loader_us"] < found["whole_us"] < 200
 
 
+def test_the_page_says_of_each_row_that_misses_a_mark_where_the_time_goes() -> None:
+    row = Row(
+        "ours",
+        4096,
+        "7",
+        step_seconds=0.092,
+        resident_seconds=0.090,
+        floor_seconds=0.090,
+        ratio=0.092 / 0.090,
+        compute_seconds=0.0905,
+        stall_seconds=0.0004,
+        transfer_seconds=0.080,
+        prediction_error=-0.05,
+        predicted_transfer_seconds=0.081,
+        predicted_stall_seconds=0.0,
+        loader_seconds_a_unit=25e-6,
+        copies_a_visit=3.0,
+    )
+    bound = replace(
+        row,
+        target="4",
+        step_seconds=0.104,
+        floor_seconds=0.100,
+        ratio=1.04,
+        transfer_seconds=0.101,
+        prediction_error=0.0,
+    )
+    good = replace(row, target="1", ratio=1.005, prediction_error=0.02, loader_seconds_a_unit=12e-6)
+    first, second = (line for line in markdown([row, bound, good], environment()).splitlines() if line[:6] == "- ours")
+    assert "2.00 ms above the floor; waiting for copies +0.40 ms" in first  # and these two are the whole of it:
+    assert "between them +1.60 ms against the resident step (1.10 ms between them)" in first
+    assert (
+        "predicted -4.60 ms, of it stalls -0.40 ms, compute and the rest -4.20 ms, copies were predicted +1.00" in first
+    )
+    assert "the loader takes 25.0 us with 3.0 copies a visit" in first
+    assert "4.00 ms above the floor; copies beside compute +1.00 ms, the link idle +3.00 ms" in second
+    assert "predicted" not in second
+
+
 def test_a_contender_that_is_not_there_is_a_row_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PUBLIC_FLEXTENSOR", raising=False)
     rows = tmp_path / "rows.jsonl"
