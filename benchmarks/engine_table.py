@@ -49,7 +49,7 @@ def _where_it_goes(rows: Sequence[Row]) -> list[str]:
         parts = [*_above_floor(row), *_wrong_prediction(row), *_slow_loader(row)]
         if parts:
             notes.append(f"- {row.contender}, {target_words(row.target)}: " + "; ".join(parts) + ".")
-    head = "Rows more than 1% above their floor, predicted with an error of more than 3%, or with a loader of more than 20 us:"
+    head = "Rows over 1% above their floor, predicted with more than 3% of error, or whose loader takes over 20 us:"
     return [head, "", *notes] if notes else []
 
 
