@@ -7,7 +7,7 @@ interrupts it, a plan that works is in force afterwards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 class Execution:
     """``reads``: the weights that each unit reads, by index; the caller's own list, which discovery completes.
-    ``other_bytes``: device memory of weights of no unit, for messages."""
+    ``other_bytes``: device memory of weights of no unit, for messages. ``streams`` is told, whenever a plan comes in
+    force, the weights that it streams."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class Execution:
         recorder: Recorder,
         *,
         other_bytes: int,
+        streams: Callable[[Iterable[str]], None] = lambda weights: None,
     ) -> None:
         self.name = name
         self.device = device
@@ -47,6 +49,7 @@ class Execution:
         self.unforeseen_before = 0
         self._weights = weights
         self._other_bytes = other_bytes
+        self._streams = streams
         self.copy_stream = device.new_stream()
         self.memory = DeviceWeights(self.table, device, self.copy_stream)
         self._homeless = False
@@ -119,6 +122,7 @@ class Execution:
         )
 
     def _new_loader(self, plan: Plan) -> Loader:
+        self._streams(self._weights[tensor].name for tensor in plan.offsets)
         return Loader(plan, self.reads, self.memory, self.copy_stream, self.recorder)
 
     def rebuild(self, plan: Plan) -> None:

@@ -95,6 +95,11 @@ class Hosting:
         if self._scrubber is not None:
             self._scrubber.start()
 
+    def streams(self, weights: Iterable[str]) -> None:
+        """The plan in force streams these: with ``shm_scrub_share`` they are what is checked all the while."""
+        if self._scrubber is not None:
+            self._scrubber.follow(weights)
+
     # ---- what is not streamed
 
     def _move_others(self) -> None:
@@ -182,7 +187,7 @@ class Hosting:
         """
         device.synchronize()
         if self._scrubber is not None:
-            self._scrubber.stop()
+            self._scrubber.stop()  # before the weights are copied: they are many bytes to read
         for weight in self.managed:
             if not keep_weights:
                 with torch.inference_mode(False):

@@ -96,7 +96,14 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
         self._recorder = Recorder(device, every=self._sampling)
         self._recorder.capture_events = config.offload_timing == "cuda_graph"
         self._execution = Execution(
-            name, self._weights, self._reads, hosting.store, device, self._recorder, other_bytes=hosting.other_bytes
+            name,
+            self._weights,
+            self._reads,
+            hosting.store,
+            device,
+            self._recorder,
+            other_bytes=hosting.other_bytes,
+            streams=hosting.streams,
         )
         self._edits = WeightEdits(self._weights, self._pieces, hosting.store, device.torch_device, self._index)
         self._unloaded: set[int] = set()

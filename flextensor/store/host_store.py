@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -169,10 +169,13 @@ class HostStore:
 
     # Checking.
 
-    def verify(self, unit: str | None = None, *, threads: int | None = None) -> int:
+    def verify(
+        self, unit: str | None = None, *, weights: Collection[str] | None = None, threads: int | None = None
+    ) -> int:
         """Compare the stored bytes of a unit (None: of all) with the checksums taken when it was filled.
 
-        threads: None: as many as fill a store. Returns the bytes checked; private copies are not looked at.
+        weights: of these alone (None: of all in the unit). threads: None: as many as fill a store. Returns the bytes
+        checked; private copies are not looked at.
         Raises StoreCorruptError naming the weights, StoreError when there are no checksums, KeyError for the unit.
         """
         self._check_open()
@@ -181,6 +184,8 @@ class HostStore:
         if unit is not None and unit not in self.layout.by_unit:
             raise KeyError(f"the store has no unit {unit!r}")
         tensors = self.layout.tensors if unit is None else self.layout.by_unit[unit]
+        if weights is not None:
+            tensors = tuple(tensor for tensor in tensors if tensor.name in weights)
         found = checksums_of([self._stored_bytes(tensor) for tensor in tensors], threads)
         bad = [tensor for tensor, value in zip(tensors, found, strict=True) if self.checksums[tensor.name] != value]
         if bad:
@@ -228,6 +233,8 @@ class HostStore:
 
     def close(self) -> None:
         """Unregister and let go of the memory; again is free. Tensors handed out stay readable while they live."""
+        if self.scrubber is not None:
+            self.scrubber.stop()
         with self._lock:
             if self._closed:
                 return
