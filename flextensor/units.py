@@ -96,10 +96,11 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def select(model: nn.Module, config: OffloadConfig) -> Selection:
     """Find units and weights of ``model``.
 
-    Raises OffloadError when a pattern matches nothing (naming the nearest names) and when a module keeps a view of a
-    weight as a plain attribute (naming module and attribute).
+    Raises OffloadError when a pattern, of either kind, matches nothing (naming the nearest names) and when a module
+    keeps a view of a weight as a plain attribute (naming module and attribute).
     """
     modules = dict(model.named_modules())
+    _refuse_idle_exclusions(model, modules, config)
     excluded = [n for n, m in modules.items() if n and any(_matches(p, n, m) for p in config.exclude_patterns)]
     units = _matched_modules(model, modules, config, excluded)
     weights = _collect_weights(model, config, excluded)
@@ -117,7 +118,7 @@ def _matched_modules(
         hits = [name for name, module in modules.items() if name and _matches(pattern, name, module)]
         direct = [] if hits else [name for name in parameters if _matches(pattern, name, None)]
         if not hits and not direct:
-            raise OffloadError(_no_match(pattern, [*filter(None, modules), *parameters]))
+            raise OffloadError(_no_match("include_patterns", pattern, modules, parameters))
         for name in hits:
             for unit in _callable_units(name, modules):
                 found[unit] = None
@@ -131,6 +132,16 @@ def _matched_modules(
         for name, only in found.items()
         if name and not _inside(name, excluded) and not any(found.get(parent, "") is None for parent in _parents(name))
     }
+
+
+def _refuse_idle_exclusions(model: nn.Module, modules: dict[str, nn.Module], config: OffloadConfig) -> None:
+    """A misspelt exclusion would stream what the caller wants to keep on the device."""
+    tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    tensors += [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    for pattern in config.exclude_patterns:
+        of_modules = any(name and _matches(pattern, name, module) for name, module in modules.items())
+        if not of_modules and not any(_matches(pattern, name, None) for name in tensors):
+            raise OffloadError(_no_match("exclude_patterns", pattern, modules, tensors))
 
 
 def _inside(name: str, modules: Sequence[str]) -> bool:
@@ -163,10 +174,16 @@ def _parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _no_match(pattern: str, names: Sequence[str]) -> str:
-    plain = pattern.removeprefix("name:").removeprefix("class:").rstrip(".*")
-    near = difflib.get_close_matches(plain, names, n=3, cutoff=0.3) or list(names)[:3]
-    return f"pattern {pattern!r} matches no module and no parameter; nearest names: {', '.join(near)}"
+def _no_match(setting: str, pattern: str, modules: dict[str, nn.Module], tensors: Sequence[str]) -> str:
+    wanted = pattern.removeprefix("name:").removeprefix("class:").strip(".*")
+    if pattern.startswith("class:"):
+        classes = dict.fromkeys(type(module) for name, module in modules.items() if name)
+        names = [f"{cls.__module__}.{cls.__qualname__}" if "." in wanted else cls.__name__ for cls in classes]
+    else:
+        names = [*filter(None, modules), *tensors]
+    names = list(dict.fromkeys(names))
+    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3) or names[:3]
+    return f"{setting}: {pattern!r} matches nothing in the model; nearest names: {', '.join(near) or 'none'}"
 
 
 def _collect_weights(model: nn.Module, config: OffloadConfig, excluded: Sequence[str]) -> dict[int, Weight]:

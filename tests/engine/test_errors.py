@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -35,12 +36,36 @@ def refused(model: nn.Module, match: str, error: type[BaseException] = ft.Offloa
 
 @pytest.mark.parametrize(
     ("pattern", "nearest"),
-    [("layres.*", "layers"), ("layers.0.upp", "layers.0.up"), ("class:Blok", "Block"), ("nothing.like.it", "layers")],
+    [
+        ("layres.*", "layers"),
+        ("name:layers.0.upp", "layers.0.up"),
+        ("nothing.like.it", "head.weight"),
+        ("class:Blok", "Block"),
+        ("class:LayerNrm*", "LayerNorm"),
+        ("class:tests.engine.models.Blok", "tests.engine.models.Block"),
+    ],
 )
 def test_patterns_that_match_nothing_name_the_nearest(device: str, pattern: str, nearest: str) -> None:
-    if pattern == "class:Blok":
-        nearest = "pattern 'class:Blok'"
-    refused(Blocks(), nearest, device=device, include_patterns=("layers.*", pattern))
+    said = rf"include_patterns: {re.escape(repr(pattern))} matches nothing.*nearest names: {re.escape(nearest)}\b"
+    refused(Blocks(), said, device=device, include_patterns=("layers.*", pattern))
+    refused(Blocks(), said.replace("include", "exclude"), device=device, exclude_patterns=("layers.1", pattern))
+
+
+def test_a_pattern_may_exclude_what_is_never_streamed(pair: MakePair) -> None:
+    """A buffer, a module without weights, or one outside every unit: that it matches is enough."""
+
+    class Beside(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("shift", torch.randn(48))
+            self.act = nn.Tanh()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.act(super().forward(x + self.shift))
+
+    one = pair(Beside(), noise(2, 48), exclude_patterns=("shift", "act", "head", "class:LayerNorm"), budget=0.6)
+    one.to_inference()
+    one.streams(2)
 
 
 def test_no_patterns_and_patterns_for_modules_without_weights(device: str) -> None:
