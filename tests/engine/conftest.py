@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,9 +13,12 @@ from torch import nn
 
 import flextensor as ft
 from flextensor.runtime import host
+from flextensor.runtime.cuda import CudaStream
 from tests.engine.harness import Inputs, Pair
+from tests.engine.models import delay_compute
 
 MakePair = Callable[..., Pair]
+PaceLink = Callable[[float], None]
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -51,6 +54,50 @@ def quiet_numbers() -> Iterator[None]:
 def copy_threads() -> list[threading.Thread]:
     """The host devices' copy streams that are running."""
     return [thread for thread in threading.enumerate() if thread.name == "offload-copy"]
+
+
+@pytest.fixture
+def pace_link(device: str, monkeypatch: pytest.MonkeyPatch) -> PaceLink:
+    """Makes the GPU's link as slow as the host device's is by its setting: so many bytes a second, or its own speed if
+    that is more than 1 GB/s. The copy stream is busy before each copy, so that data are late and still overwritten
+    late. To be called before the model is offloaded."""
+
+    def pace(bytes_per_second: float) -> None:
+        if device == "host" or bytes_per_second > 1e9:
+            return
+        copy, copier = CudaStream.copy, CudaStream.copier
+        nested = [False]
+
+        def busy(stream: CudaStream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+            with torch.cuda.stream(stream.raw):
+                for destination, source in pairs:
+                    if not source.is_cuda:
+                        delay_compute(destination, source.numel() / bytes_per_second)
+
+        def late_copy(stream: CudaStream, destination: torch.Tensor, source: torch.Tensor) -> None:
+            if not nested[0]:
+                busy(stream, [(destination, source)])
+            copy(stream, destination, source)
+
+        def late_copier(
+            stream: CudaStream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, together: bool = False
+        ) -> Callable[[], None]:
+            queue = copier(stream, pairs, together=together)
+
+            def late_queue() -> None:
+                busy(stream, pairs)
+                nested[0] = True
+                try:
+                    queue()
+                finally:
+                    nested[0] = False
+
+            return late_queue
+
+        monkeypatch.setattr(CudaStream, "copy", late_copy)
+        monkeypatch.setattr(CudaStream, "copier", late_copier)
+
+    return pace
 
 
 @pytest.fixture

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.conftest import MakePair
+import flextensor as ft
+from flextensor.planner import predict
+from tests.engine.conftest import MakePair, PaceLink
 from tests.engine.harness import noise
 from tests.engine.models import Alternating, Block, Blocks, Linears, MixedDtypes, TiedLM
 
@@ -16,8 +18,11 @@ def test_blocks_through_every_phase_and_replans(pair: MakePair) -> None:
 
 
 @pytest.mark.parametrize("patterns", [("linears.*",), ("norms.*",), ("linears.*", "norms.*")])
-def test_patterns_that_match_only_some_kinds_of_layer(pair: MakePair, patterns: tuple[str, ...]) -> None:
+def test_patterns_that_match_only_some_kinds_of_layer(
+    pair: MakePair, pace_link: PaceLink, patterns: tuple[str, ...]
+) -> None:
     only_norms = patterns == ("norms.*",)
+    pace_link(5e7)
     one = pair(
         Alternating(width=64),
         noise(1, 64),
@@ -55,13 +60,15 @@ def test_small_weights_stay_resident(pair: MakePair) -> None:
 
 
 def test_default_threshold_keeps_weights_under_a_mebibyte_resident(pair: MakePair) -> None:
+    threshold = ft.OffloadConfig().resident_below_bytes
+    assert threshold == 1 << 20
     model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 511, bias=False), nn.Linear(511, 513))
     one = pair(
         model,
         noise(1, 512),
         patterns=("0", "1", "2"),
         budget=(3 << 20) + 512,
-        resident_below_bytes=1 << 20,
+        resident_below_bytes=threshold,
         under_model=False,
     )
     one.to_inference()
@@ -83,7 +90,11 @@ def test_one_unit_alone(pair: MakePair) -> None:
 
 def test_prefill_and_decode_share_one_plan(pair: MakePair) -> None:
     one = pair(
-        TiedLM(), lambda i: torch.randint(0, 300, (2, 9 + i)), patterns=("embed", "layers.*", "head"), budget=0.7
+        TiedLM(),
+        lambda i: torch.randint(0, 300, (2, 9 + i)),
+        patterns=("embed", "layers.*", "head"),
+        budget=0.7,
+        offload_timing="eager",
     )
     one.to_inference()
     before, epoch = one.copied, one.manager.epoch
@@ -94,9 +105,15 @@ def test_prefill_and_decode_share_one_plan(pair: MakePair) -> None:
     assert live.unforeseen_visits == 0 and one.manager.epoch == epoch and one.copied > before
     kinds = one.manager.report()["step_kinds"]
     assert len(kinds) >= 3 and kinds["rows<=2"] == 18, kinds
-    one.manager.reset_offload_timing()
+    one.manager.collect_offload_timing()
     one.replan(0.7)
-    assert {kind.name for kind in one.manager.profile.kinds} <= set(kinds)
+    profile, plan = one.manager.profile, one.manager.plan
+    mix = {kind.name: kind.weight for kind in profile.kinds}
+    assert mix == {name: pytest.approx(count / sum(kinds.values())) for name, count in kinds.items()}
+    assert len({kind.compute for kind in profile.kinds}) == len(mix), "each kind has times of its own"
+    assert set(plan.prediction.by_kind) == set(mix)
+    weighed = sum(mix[name] * seconds for name, seconds in plan.prediction.by_kind.items())
+    assert plan.prediction.step_seconds == pytest.approx(weighed) == predict(plan, profile).step_seconds
     tokens = torch.randint(0, 300, (1, 11), device=one.device)
     assert torch.equal(one.model.generate(tokens, 6), one.reference.generate(tokens, 6))
 

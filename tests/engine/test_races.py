@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from flextensor.planner.build import build_plan
-from tests.engine.conftest import MakePair
+from tests.engine.conftest import MakePair, PaceLink
 from tests.engine.harness import Pair, noise
 from tests.engine.models import Slow, delay_compute
 
@@ -56,19 +57,27 @@ def scratch(one: Pair) -> None:
 @pytest.mark.parametrize(
     ("link", "compute"), [(2e9, 0.0), (2e9, 2e-3), (1e7, 0.0), (1e7, 1e-3)], ids=["fast", "compute", "link", "both"]
 )
-def test_eight_linears_in_memory_for_two(pair: MakePair, link: float, compute: float, own_stream: bool) -> None:
+def test_eight_linears_in_memory_for_two(
+    pair: MakePair, pace_link: PaceLink, link: float, compute: float, own_stream: bool
+) -> None:
     weight = 64 * 64 * 4
+    pace_link(link)
     one = pair(SlowLinears(seconds=compute), noise(2, 64), budget=2 * weight, link=link)
     with callers_stream(one, own_stream):
         for _ in range(one.manager.iters_before_inference):
             one.call()
             scratch(one)
         assert one.manager.phase == "inference"
-        before = one.copied
+        one.manager.device.synchronize()
+        before, start = one.copied, time.perf_counter()
         for _ in range(4):
             one.call()
             scratch(one)
+        one.manager.device.synchronize()
         assert one.copied - before >= 4 * 6 * weight
+        # A GPU is busy for a number of clock cycles, so the delays are about right.
+        late = max((one.copied - before) / link if link < 1e9 else 0.0, 4 * 16 * compute)
+        assert time.perf_counter() - start >= 0.5 * late, "nothing was delayed"
         one.replan(3 * weight)
 
 

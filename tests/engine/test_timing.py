@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 
@@ -16,7 +17,7 @@ from flextensor.runtime.host import HostDevice
 from flextensor.runtime.timing import Recorder
 from tests.engine.conftest import MakePair
 from tests.engine.harness import Pair, noise
-from tests.engine.models import Blocks, delay_compute
+from tests.engine.models import Blocks, Linears, delay_compute
 
 
 class Sleepers(nn.Module):
@@ -193,6 +194,20 @@ def test_measured_transfer_follows_the_link(pair: MakePair, device: str) -> None
     one.replan(2 * one.model_bytes)
     one.manager.reset_offload_timing()
     assert 0.6e7 < one.manager.measure_transfer().bandwidth < 1.4e7
+
+
+def test_the_transfer_curve_has_several_sizes_with_a_time_each(pair: MakePair) -> None:
+    link = 2e9
+    one = pair(Linears([1024] * 4, bias=False), noise(1, 1024), budget=0.7, link=link)
+    one.to_inference()
+    sizes, seconds = zip(*one.manager.profile.transfer.points, strict=True)
+    assert sizes == (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+    if one.device.type == "cuda":  # the two smallest may take the host longer to queue than the link to carry
+        assert seconds[-1] > 2 * seconds[0] and one.manager.profile.transfer.bandwidth > 1e9
+        return
+    assert all(before < after for before, after in itertools.pairwise(seconds))
+    assert seconds[-1] == pytest.approx(sizes[-1] / link, rel=0.2)
+    assert one.manager.profile.transfer.seconds(2 << 20) == pytest.approx((2 << 20) / link, rel=0.2)
 
 
 @pytest.mark.gpu
