@@ -90,10 +90,10 @@ def classify(function: Callable[..., Any]) -> tuple[Literal["known", "fixed", "u
         source = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
         return "unknown", ""
+    if "mutation_real_name" in _code_only(source):  # first: names may be mapped before a loop that stays as it was
+        return "fixed", source
     if _indented(KNOWN_LOOP) in source:
         return "known", source
-    if "mutation_real_name" in _code_only(source):
-        return "fixed", source
     return "unknown", source
 
 
