@@ -13,7 +13,7 @@ from torch import nn
 
 from flextensor import registry
 from flextensor.compile.detect import first_compiled
-from flextensor.config import ConfigError, OffloadConfig, load_config
+from flextensor.config import ConfigError, OffloadConfig, load_config, load_config_from_env
 from flextensor.hosting import Hosting
 from flextensor.manager import OffloadManager
 from flextensor.modules import is_offloaded, restore_module
@@ -61,7 +61,9 @@ def offload(
 ) -> nn.Module:
     """Make ``model`` run on a device that holds only part of its weights; returns the same object.
 
-    compile_fn: applied to each unit (``torch.compile`` or any module -> module callable).
+    config: None: ``load_config()``. One made in code still takes ``FT_EXTERNAL_COMPILE`` where it leaves that open.
+    compile_fn: applied to each unit, which are ``offload_units()`` and ``resident_units()`` together since replans move
+        them from one to the other (``torch.compile`` or any module -> module callable).
     name: of the manager; several models can be offloaded at once under different names.
     source: where the weights come from when the model's parameters are on the meta device.
     progress: told how far the shared store is while it is filled, by this process or another.
@@ -69,7 +71,7 @@ def offload(
     Raises OffloadError for a compiled or already offloaded model, patterns that match nothing and weights that cannot
     follow; ConfigError for settings that cannot be used; BudgetError when the budget is below the least that works.
     """
-    config = load_config() if config is None else config
+    config = load_config() if config is None else _with_environment(config)
     _refuse_compiled(model)
     if any(is_offloaded(module) for module in model.modules()):
         raise OffloadError("the model is offloaded already; call flextensor.release() first")
@@ -111,6 +113,21 @@ def offload(
     return model
 
 
+def _with_environment(config: OffloadConfig) -> OffloadConfig:
+    """A configuration made in code takes ``FT_EXTERNAL_COMPILE`` where it leaves that open; other variables were for
+    ``load_config``, and are told of."""
+    given = {key: value for key, value in load_config_from_env().items() if key not in config.model_fields_set}
+    if "external_compile" in given:
+        config = config.updated(external_compile=given.pop("external_compile"))
+    if given:
+        logger.warning(
+            "not used, since offload() was given a configuration: %s; make that with flextensor.load_config(...), "
+            "which reads the environment",
+            ", ".join(f"FT_{key.upper()}={value}" for key, value in sorted(given.items())),
+        )
+    return config
+
+
 def _refuse_weights_of_others(selection: Selection) -> None:
     owned = [weight for unit in selection.units for weight in unit.weights]
     weights = [*owned, *selection.unmatched, *selection.loose]
@@ -142,8 +159,8 @@ def _refuse_compiled(model: nn.Module) -> None:
     name = first_compiled(model)
     if name is not None:
         raise OffloadError(
-            f"module {name or '(root)'} is compiled already: offload first, then compile, with offload(..., "
-            "compile_fn=...) or OffloadConfig(external_compile=True)"
+            f"module {name or '(root)'} is compiled already (a decorator on its forward counts too): offload first, "
+            "then compile, with offload(..., compile_fn=...) or OffloadConfig(external_compile=True)"
         )
 
 

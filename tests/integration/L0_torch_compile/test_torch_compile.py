@@ -46,16 +46,62 @@ def compile_forward(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("spoil", [wrap_root, wrap_layer, compile_layer_in_place, compile_forward])
+class Decorated(Block):
+    """Compiled by a decorator on its class's forward."""
+
+    @torch.compile(backend="aot_eager")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class DecoratedTwice(Block):
+    """The same, behind another decorator."""
+
+    @torch.no_grad()
+    @torch.compile(backend="aot_eager")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def layer_of_a_decorated_class(model: nn.Module) -> nn.Module:
+    model.layers[3] = Decorated()  # type: ignore[index, operator]
+    return model
+
+
+def layer_of_a_class_decorated_twice(model: nn.Module) -> nn.Module:
+    model.layers[3] = DecoratedTwice()  # type: ignore[index, operator]
+    return model
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        wrap_root,
+        wrap_layer,
+        compile_layer_in_place,
+        compile_forward,
+        layer_of_a_decorated_class,
+        layer_of_a_class_decorated_twice,
+    ],
+)
 def test_offload_of_a_compiled_model_is_refused_with_the_remedy(spoil) -> None:
     model, _ = pair()
     with pytest.raises(ft.OffloadError, match=r"compiled already.*compile_fn"):
         ft.offload(spoil(model), streaming(model))
 
 
+class Uncompiled(Block):
+    """Kept from the compiler by a decorator."""
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
 def test_a_forward_kept_from_the_compiler_is_no_compiled_one(device) -> None:
     model, twin = pair()
     model.layers[1].forward = torch.compiler.disable(model.layers[1].forward)  # type: ignore[method-assign]
+    model.layers[2].__class__ = Uncompiled
     ft.offload(model, streaming(model))
     assert_equal_while_streaming_from_start(model, twin.to(device), device)
 
@@ -197,10 +243,14 @@ def test_the_external_compile_example_runs_as_written(device) -> None:
     assert_equal_while_streaming(model, compiled_twin(twin, device, "inductor"), device)
 
 
-def test_external_compile_can_be_set_by_the_environment(device, monkeypatch) -> None:
+@pytest.mark.parametrize("loaded", [True, False])
+def test_external_compile_can_be_set_by_the_environment(device, monkeypatch, loaded) -> None:
     monkeypatch.setenv("FT_EXTERNAL_COMPILE", "1")
     model, twin = pair()
-    ft.offload(model, ft.load_config(**streaming(model).model_dump(exclude={"external_compile"})))
+    config = streaming(model)
+    if loaded:
+        config = ft.load_config(**config.model_dump(exclude={"external_compile"}))
+    ft.offload(model, config)
     om = to_inference(model, device)
     assert om.external_compile_active and om.strategy_replan_status.can_request
     for _, module in [*om.offload_units(), *om.resident_units()]:
@@ -208,6 +258,18 @@ def test_external_compile_can_be_set_by_the_environment(device, monkeypatch) -> 
     twin = compiled_twin(twin, device)
     replan_through_tail(model, twin, device)
     assert_equal_while_streaming(model, twin, device)
+
+
+def test_what_a_configuration_says_wins_over_the_environment_and_what_is_not_used_is_told(monkeypatch, caplog) -> None:
+    monkeypatch.setenv("FT_EXTERNAL_COMPILE", "1")
+    monkeypatch.setenv("FT_NUM_BLOCKS", "3")
+    monkeypatch.setenv("FT_PROFILING_ITERS", "4")
+    model, _ = pair()
+    ft.offload(model, streaming(model, external_compile=False, profiling_iters=1))
+    om = get_offload_manager()
+    assert not om.external_compile_active and om.config.num_blocks is None
+    assert "FT_NUM_BLOCKS=3; make that with flextensor.load_config" in caplog.text
+    assert "PROFILING_ITERS" not in caplog.text and "EXTERNAL_COMPILE" not in caplog.text
 
 
 def test_offload_units_and_resident_units_are_all_units_once(device) -> None:
