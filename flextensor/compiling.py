@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
 from flextensor import measure
 from flextensor.compile.census import CompileCensus
 from flextensor.compile.correction import apply_correction
+from flextensor.compile.detect import any_compiled
 from flextensor.compile.limits import bump_dynamo_limits_for_compiled_offload
 from flextensor.compile.tail import ReplanTail, StrategyReplanStatus
 from flextensor.modules import UnitHandle, plain_twin
-from flextensor.phases import INFERENCE
+from flextensor.phases import DISCOVERY, INFERENCE
 from flextensor.replans import Replans
 from flextensor.units import Unit
 
@@ -34,6 +36,22 @@ class CompiledReplans(Replans):
         apply_correction()
         bump_dynamo_limits_for_compiled_offload(len(self.units))  # also where the caller compiles and forgets to
         self._census.start()
+        for at, (unit, handle) in enumerate(zip(self._pieces, self._handles, strict=False)):  # regions have no handle
+            handle.around = partial(self._census.call, at, unit.name, unit.module)
+
+    def _notice_compilation(self) -> None:
+        """Before a step: the caller may have compiled units and said so nowhere."""
+        if self._census.active:
+            self._census.start()
+            return
+        if self.phase == DISCOVERY or not any_compiled(unit.module for unit in self._pieces):
+            return
+        self._expect_compilation()
+        logger.warning(
+            "units of the offloaded model %r are compiled, but neither compile_fn nor external_compile=True was given: "
+            "its plans hold eager compute times, and no strategy replan can be requested",
+            self.name,
+        )
 
     def _compile_before_profiling(self) -> None:
         if self._compile_fn is None and self.config.external_compile:
@@ -44,7 +62,7 @@ class CompiledReplans(Replans):
     def _compile_units(self) -> None:
         assert self._compile_fn is not None
         self._expect_compilation()
-        for unit, handle in zip(self._pieces, self._handles, strict=False):  # regions have no handle
+        for unit, handle in zip(self._pieces, self._handles, strict=False):
             if handle.compiled is None:
                 handle.compiled = self._compile_fn(plain_twin(unit.module))
 

@@ -316,6 +316,7 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
             self._take_up_edits()
         self._fresh_step = True
         self._open_units.clear()
+        self._notice_compilation()
         if self._census.active and self.device.torch_device.type == "cuda":  # the import alone takes a second
             # Inductor's CUDA graphs, one a unit, learn here that outputs of the step before may be overwritten.
             torch.compiler.cudagraph_mark_step_begin()

@@ -140,6 +140,8 @@ class UnitHandle:
         self.module = module
         self.compiled: Callable[..., Any] | None = None
         """Runs instead of the module's own call, when ``compile_fn`` made it."""
+        self.around: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None
+        """Makes the call, when units are compiled; None: it is made straight away."""
         self._enter, self._leave, self._abort, self._traced = enter, leave, abort, traced
         self.unit = ops.register_boundary(self)
 
@@ -148,7 +150,8 @@ class UnitHandle:
             return _run_traced(module, self.unit, call, args, kwargs)
         try:
             self._enter(args, kwargs)
-            result = (call if self.compiled is None else self.compiled)(*args, **kwargs)
+            run = call if self.compiled is None else self.compiled
+            result = run(*args, **kwargs) if self.around is None else self.around(run, args, kwargs)
             self._leave()
         except BaseException:  # at any point: a Ctrl-C does not wait for the forward
             self._abort()
@@ -181,6 +184,12 @@ def _run_traced(
     ops.note_traced_unit()
     torch.ops.flextensor.pre_compute(_traced_weights(module), unit)
     result = call(*args, **kwargs)
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    outputs = _tensors(result) or _tensors((args, kwargs))  # a unit that returns none writes into what it is given
+    if not outputs:
+        ops.refuse_unit_without_tensors()
     torch.ops.flextensor.post_compute(outputs, unit)
     return result
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

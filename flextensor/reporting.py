@@ -80,7 +80,8 @@ class Reported(Measured):
         return dict(self._kind_counts)
 
     def offload_units(self) -> list[tuple[str, nn.Module]]:
-        """(name, module) of the units that stream: what to compile, one graph each."""
+        """(name, module) of the units that stream under the plan in force: what to compile, one graph each. What
+        ``compile_fn`` is applied to are these and ``resident_units()``: a replan moves units from one to the other."""
         streamed = {id(self._weights[tensor]) for tensor in self._execution.loader.plan.offsets}
         reads = {id(self._weights[t]) for row in self._reads for t in row}
         return [

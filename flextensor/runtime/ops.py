@@ -3,8 +3,9 @@
 [Note: what the ops mutate] ``pre_compute`` declares the unit's weights as mutated: no compiler may read a weight before
 it, not even for work that needs no activation (a dequantisation, a cast). ``post_compute`` declares the unit's outputs
 as mutated: whatever goes into them has been computed, and every weight read, before it. (Were the weights mutated by
-both, Inductor would find a second version of each, clone the weights, and leave reads behind the end.) The unit
-travels as a 0-dim CPU tensor, not as an int or a string, so that N identical units share one graph.
+both, Inductor would find a second version of each, clone the weights, and leave reads behind the end.) A unit that
+returns nothing writes into what it is given: that is mutated then, since an op that mutates nothing would be dropped.
+The unit travels as a 0-dim CPU tensor, not as an int or a string, so that N identical units share one graph.
 
 A backend that does not undo functionalisation hands ``pre_compute`` copies of the weights, made too early. The boundary
 is given the tensors that arrive and refuses those.
@@ -72,8 +73,10 @@ def note_traced_unit() -> int:
     """A unit is being traced, into a graph with our ops in it: Inductor must be right about what they mutate. Raises
     MonolithicGraphError for the second one in the same graph."""
     from flextensor.compile.correction import apply_correction
+    from flextensor.compile.limits import bump_dynamo_limits_for_compiled_offload
 
     apply_correction()
+    bump_dynamo_limits_for_compiled_offload(len(_boundaries))  # calls of all units are of one code
     trace = torch._guards.TracingContext.try_get()
     if trace is not None:
         if trace in _traces:
@@ -86,6 +89,15 @@ def note_traced_unit() -> int:
 def refuse_whole_model() -> int:
     """The root is being traced."""
     raise MonolithicGraphError(ONE_UNIT_A_GRAPH)
+
+
+@_constant_in_graphs
+def refuse_unit_without_tensors() -> int:
+    """A unit is being traced that neither returns a tensor nor is given one: nothing says when it ends."""
+    raise MonolithicGraphError(
+        "a unit that neither returns a tensor nor takes one cannot run inside somebody's graph: compile it in place "
+        "(`module.compile()`)"
+    )
 
 
 def _define_ops() -> None:

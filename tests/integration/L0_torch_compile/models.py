@@ -69,8 +69,20 @@ class TwoOutputs(nn.Module):
         return self.first(x), self.last(x).sum(-1)
 
 
+class InPlace(nn.Module):
+    """Writes its result into its input and returns nothing."""
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, dim)
+        self.down = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> None:
+        x.add_(self.down(torch.relu(self.up(x))))
+
+
 class MyModel(nn.Module):
-    """``layers`` in order; a block's first output goes on."""
+    """``layers`` in order; a block's first output goes on, or its input where it returns nothing."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -79,7 +91,9 @@ class MyModel(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
+            before = x = x.clone() if isinstance(layer, InPlace) else x
             out = layer(x)
+            out = before if out is None else out
             x = out if isinstance(out, torch.Tensor) else out[0] + out[1].unsqueeze(-1)
         return self.head(x)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -182,6 +183,55 @@ def test_units_compiled_by_a_caller_who_raised_no_limit_do_not_fall_back_to_eage
         assert torch.equal(model(x), twin(x))
     assert graphs() == units
     assert (om.compile_report().compiled, om.compile_report().eager) == (units, 0)
+
+
+@pytest.mark.parametrize("path", ["in_place", "compile_fn"])
+def test_a_unit_that_runs_eagerly_at_dynamos_limit_is_reported_as_eager_and_told(device, path, caplog) -> None:
+    def compile_fn(module: nn.Module) -> nn.Module:
+        return torch.compile(module, backend="eager")  # type: ignore[return-value]
+
+    model, twin = pair(*(IndexedBlock(at // 2) for at in range(10)))
+    if path == "compile_fn":
+        ft.offload(model, streaming(model, 0.5, profile_mode="getter"), compile_fn=compile_fn)
+    else:
+        ft.offload(model, streaming(model, 0.5, external_compile=True))
+    om = to_inference(model, device)
+    for _, module in [*om.offload_units(), *om.resident_units()]:
+        if path == "in_place":
+            module.compile(backend="eager")
+    torch._dynamo.config.recompile_limit = 3
+    twin = twin.to(device)
+    for call in range(3):
+        x = inputs(device)
+        assert torch.equal(model(x), twin(x))
+        report = om.compile_report()
+        # Of five indexes three have a graph, and two units each.
+        assert (report.compiled, report.shared, report.eager, report.graphs) == (3, 3, 4, 3), call
+        assert sys.getprofile() is None
+    assert len([record for record in caplog.records if "runs eagerly" in record.getMessage()]) == 1
+    assert "unit 'layers.7' is compiled but runs eagerly" in caplog.text and "recompile_limit = 3" in caplog.text
+    torch._dynamo.reset()
+    bump_dynamo_limits_for_compiled_offload(10)
+    model(x)
+    report = om.compile_report()
+    assert (report.compiled, report.shared, report.eager, report.graphs) == (5, 5, 0, 8)
+
+
+def test_a_unit_whose_later_shapes_run_eagerly_is_reported_as_eager(device, caplog) -> None:
+    model, twin = pair(Block(), Block(), Block())
+    ft.offload(model, streaming(model, 0.8, external_compile=True))
+    om = to_inference(model, device)
+    for _, module in [*om.offload_units(), *om.resident_units()]:
+        module.compile(backend="eager", dynamic=False)
+    model(inputs(device))
+    assert om.compile_report().eager == 0
+    torch._dynamo.config.recompile_limit = 1
+    twin = twin.to(device)
+    for rows in (24, 16, 24, 16):
+        x = inputs(device, rows)
+        assert torch.equal(model(x), twin(x))
+    assert (om.compile_report().eager, om.compile_report().graphs) == (3, 1)
+    assert "runs eagerly" in caplog.text
 
 
 def test_bump_raises_limits_and_never_lowers_them() -> None:

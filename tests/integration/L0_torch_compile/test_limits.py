@@ -12,9 +12,10 @@ from flextensor.offload_manager import get_offload_manager
 from tests.integration.L0_torch_compile.checks import (
     assert_equal_while_streaming,
     external,
+    graphs,
     to_inference,
 )
-from tests.integration.L0_torch_compile.models import MyModel, inputs, pair, streaming
+from tests.integration.L0_torch_compile.models import IndexedBlock, MyModel, inputs, pair, streaming
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
@@ -54,14 +55,14 @@ def test_two_units_in_one_graph_are_one_clear_error(device) -> None:
     assert_equal_while_streaming(model, twin, device)
 
 
-def in_place(model: MyModel) -> None:
+def in_place(model: MyModel, fullgraph: bool = True) -> None:
     for layer in model.layers:
-        layer.compile(fullgraph=True, backend="aot_eager")
+        layer.compile(fullgraph=fullgraph, backend="aot_eager")
 
 
-def by_wrapping(model: MyModel) -> None:
+def by_wrapping(model: MyModel, fullgraph: bool = True) -> None:
     for at, layer in enumerate(model.layers):
-        model.layers[at] = torch.compile(layer, fullgraph=True, backend="eager")  # type: ignore[assignment]
+        model.layers[at] = torch.compile(layer, fullgraph=fullgraph, backend="eager")  # type: ignore[assignment]
 
 
 def by_forward(model: MyModel) -> None:
@@ -74,7 +75,7 @@ def inside(model: MyModel) -> None:
         layer.up.compile(backend="aot_eager")  # type: ignore[union-attr, operator]
 
 
-Compile = Callable[[MyModel], None]
+Compile = Callable[..., None]
 WAYS = [in_place, by_wrapping, by_forward, inside]
 
 
@@ -103,9 +104,12 @@ def test_a_unit_that_is_plain_again_after_the_refusal_goes_on_to_right_numbers(d
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("calls", [1, 2, 3])
-def test_compiling_across_phase_changes_works(device, way: Compile, calls: int) -> None:
+@pytest.mark.parametrize("external_compile", [True, False])
+def test_compiling_across_phase_changes_works(
+    device, way: Compile, calls: int, external_compile: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     model, twin = pair()
-    ft.offload(model, streaming(model, external_compile=True))
+    ft.offload(model, streaming(model, external_compile=external_compile))
     om = get_offload_manager()
     twin = twin.to(device)
     for call in range(om.iters_before_inference + 1):
@@ -114,9 +118,31 @@ def test_compiling_across_phase_changes_works(device, way: Compile, calls: int) 
         x = inputs(device)
         assert torch.equal(model(x), twin(x))
     assert_equal_while_streaming(model, twin, device)
-    if way is not inside:
-        report = om.compile_report()
-        assert (report.eager, report.pending) == (0, 0)
+    report = om.compile_report()
+    if way in (in_place, by_forward):
+        assert (report.compiled, report.shared, report.eager, report.pending, report.graphs) == (1, 5, 0, 0, 1)
+        assert ("no strategy replan can be requested" in caplog.text) is not external_compile
+    elif way is by_wrapping:  # the graphs are the caller's own
+        assert (report.compiled, report.shared, report.eager, report.pending, report.graphs) == (0, 6, 0, 0, 0)
+    else:
+        assert report.eager == 6
+
+
+@pytest.mark.parametrize("way", [in_place, by_wrapping])
+def test_units_compiled_by_hand_without_a_word_have_the_limits_raised_too(device, way: Compile) -> None:
+    units = torch._dynamo.config.recompile_limit + 4
+    model, twin = pair(*(IndexedBlock(at) for at in range(units)))
+    ft.offload(model, streaming(model, 0.5))
+    om = to_inference(model, device)
+    way(model, fullgraph=False)
+    twin = twin.to(device)
+    for _ in range(2):
+        x = inputs(device)
+        assert torch.equal(model(x), twin(x))
+    assert graphs() == units and torch._dynamo.config.recompile_limit >= units
+    report = om.compile_report()
+    assert (report.compiled, report.shared) == ((units, 0) if way is in_place else (0, units))
+    assert (report.eager, report.pending) == (0, 0)
 
 
 def test_a_unit_wrapped_for_a_backend_that_would_copy_its_weights_is_refused_with_the_way_that_works(device) -> None:
