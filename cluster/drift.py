@@ -1,7 +1,8 @@
 """When a run should be planned again without being asked, and why. Pure Python: no clock, no Ray.
 
-Each trigger can be left out by the run's options. A step may be slower without any fault of the plan's (the compute
-itself got slower); then another plan helps only where stalls or idle links say so, or where the GPU throttles.
+Each trigger can be left out by the run's options. A step that takes another time than predicted asks for a plan
+whatever the cause: where the compute itself got slower, there is more time for copies, and fewer weights need to be
+resident. The next plan's prediction is then for the compute as it is, so that one cause asks once.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class TriggerWatch:
             "memory": lambda: memory_is_tight(states, options.device_memory, options.host_memory),
             "throttle": lambda: gpu_throttles(self._settled(states), options.drift),
             "link": lambda: self._slot_changed(states) or link_changed(self._settled(states), options.link_change),
-            "drift": lambda: step_drifts(self._settled(states), options.drift),
+            "drift": lambda: (
+                stalls_drift(self._settled(states), options.drift)
+                or steps_drift(self._settled(states), options.drift, lambda rank: bool(options.group_of(rank)))
+            ),
         }
         for kind, look in looks.items():
             if kind in options.triggers and (found := look()) is not None:
@@ -105,8 +109,8 @@ def _workers(ranks: Sequence[int]) -> str:
     return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def step_drifts(engines: Sequence[tuple[WorkerState, EngineState]], drift: float) -> Trigger | None:
-    """The measured step leaves its prediction by the share ``drift``, and another plan could help."""
+def stalls_drift(engines: Sequence[tuple[WorkerState, EngineState]], drift: float) -> Trigger | None:
+    """What compute waits for copies leaves its prediction, by the share ``drift`` of a step."""
     for state, one in engines:
         told = one.predicted
         assert told is not None
@@ -122,6 +126,34 @@ def step_drifts(engines: Sequence[tuple[WorkerState, EngineState]], drift: float
                 "drift",
                 f"worker {state.rank} waits {one.stall_seconds * 1e3:.1f} ms a step for copies, less than the "
                 f"predicted {told.stall_seconds * 1e3:.1f} ms",
+                state.rank,
+            )
+    return None
+
+
+def steps_drift(
+    engines: Sequence[tuple[WorkerState, EngineState]], drift: float, waits_for_others: Callable[[int], bool]
+) -> Trigger | None:
+    """The measured step leaves its prediction by the share ``drift``.
+
+    A host that is busy now and then makes some steps slow, and never any quick: so it is slower only when a quick step
+    is, and quicker only when a slow one is. What is quicker because it stalls less is left to ``stalls_drift``: a
+    model that is called with pauses always does. waits_for_others: a rank whose predicted steps have the wait for its
+    lockstep group in them, which may be between steps: that it is quicker says nothing.
+    """
+    for state, one in engines:
+        told, pace = one.predicted, one.pace
+        if told is None or pace is None:
+            continue
+        without_stalls = max(pace.predicted - told.stall_seconds, 0.0)
+        slower = pace.quick > pace.predicted * (1 + drift)
+        quicker = pace.slow * (1 + drift) < without_stalls and not waits_for_others(state.rank)
+        if slower or quicker:
+            took = pace.quick if slower else pace.slow
+            return Trigger(
+                "drift",
+                f"worker {state.rank}'s steps take {took * 1e3:.1f} ms, {'more' if slower else 'less'} than the "
+                f"predicted {pace.predicted * 1e3:.1f} ms",
                 state.rank,
             )
     return None

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cluster.messages import Budget, EngineState, Plans
+from cluster.pace import pace_of
 from flextensor.planner.plan import BudgetError, Plan
 from flextensor.profile import Profile, TransferCurve
 
@@ -247,6 +248,7 @@ def _budget_of(config: Any) -> tuple[Any, ...]:
 
 def _state_of(manager: OffloadManager, own_changes: int) -> EngineState:
     plan, live = manager.plan, manager.live()
+    steps = manager.sampled_steps()  # not before the plan is known: a switch forgets those under the plan before
     state = EngineState(
         name=manager.name,
         phase=manager.phase,
@@ -273,4 +275,5 @@ def _state_of(manager: OffloadManager, own_changes: int) -> EngineState:
         resident_bytes=plan.resident_bytes + other,
         streamed_bytes=plan.streamed_bytes,
         predicted=plan.prediction,
+        pace=None if plan.prediction is None else pace_of(steps, plan.prediction),
     )

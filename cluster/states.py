@@ -97,12 +97,28 @@ class PlanFigures:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """What steps take on the device, without what is between two of them. Seconds; of several kinds of steps, the mean
+    of the mix that ran.
+
+    predicted: by the plan in force, for the kinds and the mix that ran. quick: three quarters of the steps took longer;
+    slow: one quarter did.
+    """
+
+    predicted: float
+    quick: float
+    slow: float
+
+
+@dataclass(frozen=True)
 class EngineState(PlanFigures):
-    """One offload manager of a worker, now. Timings: medians of its recent steps; ``predicted``: its plan's own."""
+    """One offload manager of a worker, now. Timings: medians of its recent steps; ``predicted``: its plan's own.
+    pace: None until enough steps were timed under the plan."""
 
     name: str
     phase: str
     epoch: int = 0
+    pace: Pace | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from flextensor.profile import StepKind, TransferCurve
 from flextensor.runtime.device import Device, Event, Stream
-from flextensor.runtime.timing import StepTimes
+from flextensor.runtime.timing import KEPT_STEPS, StepTimes
 
 CURVE_SIZES = tuple(1 << k for k in range(16, 29, 2))
 """64 KiB to 256 MiB."""
@@ -165,15 +165,15 @@ def _gaps(step: WarmupStep) -> list[float]:
 
 
 def kinds_from_live(
-    steps: Sequence[StepTimes], counts: Counter[str], known: Sequence[StepKind]
+    steps: Sequence[StepTimes], counts: Counter[str], known: Sequence[StepKind], *, recent: int = KEPT_STEPS
 ) -> tuple[StepKind, ...]:
     """Live samples over what was known: medians where a kind was sampled, the older figures where not.
 
-    ``counts``: steps of each kind so far, the weights of the mix.
+    ``counts``: steps of each kind so far, the weights of the mix. ``recent``: so many last samples of a kind count.
     """
     by_name = {kind.name: kind for kind in known}
     for name in {step.kind for step in steps if step.kind}:
-        rows = [step for step in steps if step.kind == name]
+        rows = [step for step in steps if step.kind == name][-recent:]
         gaps = [
             [step.outside, *(max(step.arrive[at] - step.end[at - 1], 0.0) for at in range(1, len(step.end)))]
             for step in rows

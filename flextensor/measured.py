@@ -23,6 +23,9 @@ from flextensor.saved_profiles import Subject
 from flextensor.units import OffloadError, Unit, Weight
 from flextensor.warmup import Warmup
 
+RECENT_SAMPLES = 16
+"""So many timed steps of a kind say how it is now."""
+
 
 class Measured:
     """The part of a manager that says what steps take, on this device and this link, now."""
@@ -97,7 +100,10 @@ class Measured:
         """The profile with live compute times and step mix, and with ``transfer`` in place of its curve."""
         if self.profile is None:
             raise OffloadError(f"no profile yet: the model is still in {self.phase}")
-        kinds = measure.kinds_from_live(list(self._recorder.steps), self._kind_counts, self.profile.kinds)
+        # What is planned for is compute as it is now: it may have become slower a moment ago.
+        kinds = measure.kinds_from_live(
+            list(self._recorder.steps), self._kind_counts, self.profile.kinds, recent=RECENT_SAMPLES
+        )
         return replace(self.profile, kinds=kinds, transfer=transfer or self.profile.transfer)
 
     def timing_rows(self) -> list[VisitSummary]:

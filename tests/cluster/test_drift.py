@@ -9,6 +9,7 @@ import pytest
 
 from cluster.drift import FEWEST_STEPS, TriggerWatch
 from cluster.messages import CoordinatorOptions, DeviceSample, EngineState, HostSample, WorkerState
+from cluster.states import Pace
 from flextensor.planner.plan import Prediction
 
 OPTIONS = CoordinatorOptions(namespace="unit")
@@ -24,6 +25,7 @@ def state(
     steps: int = 100,
     throttle: str = "",
     pcie: tuple[int, int] = (5, 16),
+    pace: Pace | None = None,
     **more: Any,
 ) -> WorkerState:
     prediction = Prediction(0.1, 0.1 - predicted_stall, predicted_stall, 0.05, 0.1, {})
@@ -37,6 +39,7 @@ def state(
         weight_bytes=6 << 30,
         streamed_bytes=1 << 30,
         predicted=prediction,
+        pace=pace,
     )
     sample = DeviceSample("GPU-1", "x", *pcie, throttle=(throttle,) if throttle else ())
     settings = {"incarnation": 1, "weight_bytes": 6 << 30, "busy": True, "engines": (engine,), "gpu": sample} | more
@@ -60,8 +63,34 @@ def test_stalls_beyond_the_prediction_are_a_reason_that_names_the_worker() -> No
     assert kind == "drift" and "worker 3" in reason and "60.0 ms" in reason
 
 
-def test_slower_compute_alone_is_none_but_throttling_is() -> None:
-    assert look(state(step=0.2)) == ("", "")
+@pytest.mark.parametrize(
+    ("pace", "words"), [(Pace(0.1, 0.2, 0.21), "200.0 ms, more"), (Pace(0.1, 0.05, 0.06), "60.0 ms, less")]
+)
+def test_steps_that_leave_their_prediction_through_compute_alone_are_a_reason(pace: Pace, words: str) -> None:
+    kind, reason = look(state(step=0.2, pace=pace))
+    assert kind == "drift" and f"worker 3's steps take {words} than the predicted 100.0 ms" in reason
+    assert look(state(step=0.2, pace=pace), drift=2.0) == ("", "")
+
+
+def test_a_noisy_host_is_no_reason() -> None:
+    assert look(state(step=0.4, pace=Pace(0.1, 0.11, 0.9))) == ("", ""), "most steps are slow, but not all"
+    assert look(state(step=0.4)) == ("", ""), "too few of them were timed"
+
+
+def test_a_step_of_another_mix_is_compared_with_the_prediction_for_that_mix() -> None:
+    assert look(state(step=0.5, pace=Pace(0.5, 0.48, 0.55))) == ("", ""), "the plan's own mix takes 0.1 s"
+
+
+def test_what_stalls_less_or_waits_for_its_group_between_steps_is_not_called_quicker() -> None:
+    quicker = state(pace=Pace(0.1, 0.07, 0.07), predicted_stall=0.02)
+    assert look(quicker) == ("", "")
+    of_a_group = state(pace=Pace(0.1, 0.05, 0.06))
+    assert look(of_a_group)[0] == "drift"
+    assert look(of_a_group, lockstep=((2, 3),)) == ("", "")
+    assert look(state(pace=Pace(0.1, 0.2, 0.2)), lockstep=((2, 3),))[0] == "drift"
+
+
+def test_throttling_is_a_reason() -> None:
     kind, reason = look(state(step=0.2, throttle="power cap"))
     assert kind == "throttle" and "power cap" in reason
     assert look(state(step=0.11, throttle="power cap")) == ("", ""), "it throttles, and steps are as predicted"
@@ -123,6 +152,7 @@ def test_who_joins_and_who_leaves_is_a_reason_once_all_are_there() -> None:
     ("kind", "now"),
     [
         ("drift", state(step=0.16, stall=0.06)),
+        ("drift", state(step=0.2, pace=Pace(0.1, 0.2, 0.2))),
         ("throttle", state(step=0.2, throttle="hardware thermal")),
         ("link", state(transfer=0.1)),
         ("memory", state(device_free_bytes=0, device_total_bytes=1 << 30)),

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.messages import Assignment, Lease, WorkerStart
+from cluster.drift import FEWEST_STEPS, TriggerWatch, steps_drift
+from cluster.messages import Assignment, CoordinatorOptions, Lease, WorkerStart
 from cluster.states import budget_settings
 from cluster.task import TaskError
 from cluster.worker import Refused, Worker
@@ -44,8 +45,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     sys.modules.pop("tiny_task", None)
 
 
-def run_items(worker: Worker, *ids: str) -> None:
-    worker.run(Lease(0, tuple({"id": key} for key in ids)))
+def run_items(worker: Worker, *ids: str, **item: object) -> None:
+    worker.run(Lease(0, tuple({"id": key, **item} for key in ids)))
 
 
 def test_a_pause_meant_for_the_process_before_does_not_hold_up_one_that_has_not_joined(worker: Worker) -> None:
@@ -60,6 +61,35 @@ def test_a_pause_meant_for_the_process_before_does_not_hold_up_one_that_has_not_
     assert worker.state().paused
     worker.pause(False)
     run_items(worker, "b")
+
+
+def test_compute_that_became_slower_asks_for_one_plan_and_that_is_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    worker = Worker(start_of(threads=1, config=OffloadConfig(host_link_bytes_per_second=1e9, offload_timing="eager")))
+    watch = TriggerWatch(CoordinatorOptions(namespace="unit", triggers=("drift",)))
+    try:
+        worker.setup()
+        manager = get_offload_manager("worker-0")
+        run_items(worker, "quick", steps=40)
+        watch.planned([worker.state()])
+        for unit in manager.units:
+            unit.module.register_forward_hook(lambda *_: time.sleep(0.005))
+        run_items(worker, "slow", steps=FEWEST_STEPS + 4)
+        slow = worker.state()
+        told = steps_drift([(slow, slow.engines[0])], 0.25, lambda rank: False)
+        assert told is not None and "worker 0's steps take" in told.reason and "ms, more than" in told.reason
+        asked = watch.look([slow], complete=True)
+        assert asked is not None and asked.kind == "drift"
+        manager.stage(manager.solve(0.5, manager.current_profile()), epoch=2)
+        watch.planned([worker.state()])
+        run_items(worker, "b", steps=FEWEST_STEPS + 4)
+        (engine,) = worker.state().engines
+        assert engine.epoch == 2 and engine.pace is not None and engine.streamed_bytes > 0
+        assert engine.pace.quick == pytest.approx(engine.pace.predicted, rel=0.2)
+        assert watch.look([worker.state()], complete=True) is None
+    finally:
+        worker.close()
+        sys.modules.pop("tiny_task", None)
 
 
 def test_a_committed_plan_is_in_force_at_the_next_step(worker: Worker) -> None:
