@@ -18,7 +18,7 @@ from flextensor.live import Expectation, LiveTiming, expect, live_timing
 from flextensor.planner.plan import Plan
 from flextensor.profile import Profile, TransferCurve
 from flextensor.runtime.device import Device
-from flextensor.runtime.timing import Recorder, StepTimes, VisitSummary, summarise
+from flextensor.runtime.timing import Recorder, StepTimes, VisitSummary, format_offload_timing_table, summarise
 from flextensor.saved_profiles import Subject
 from flextensor.units import OffloadError, Unit, Weight
 from flextensor.warmup import Warmup
@@ -124,6 +124,10 @@ class Measured:
         """The samples since ``reset_offload_timing``, one row a visit; waits for the steps under way."""
         self._recorder.harvest(wait=True)
         return self.timing_rows()
+
+    def format_offload_timing_table(self, rows: Sequence[VisitSummary] | None = None) -> str:
+        """``rows``, or what ``collect_offload_timing`` gives now, as a table for people; times in milliseconds."""
+        return format_offload_timing_table(self.collect_offload_timing() if rows is None else rows)
 
     def suspend_profiling(self) -> None:
         """Steps until ``resume_profiling`` are no samples and do not advance the life cycle."""

@@ -44,6 +44,8 @@ class Regions:
             self._abort(unit)
             raise
 
+    offload_block = block
+
     def _new_block(self, name: str) -> int:
         if self.phase != DISCOVERY or not self._selection.loose:
             known = ", ".join(repr(block) for block in self._blocks) or "none"

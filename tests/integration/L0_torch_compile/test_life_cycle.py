@@ -132,6 +132,46 @@ def test_the_modules_functions_are_the_managers(device) -> None:
     assert om.strategy_replan_status.applied is True
 
 
+METHODS = [
+    *("offload_block", "release", "offload_units", "resident_units", "request_strategy_replan", "update_state"),
+    *("reset_offload_timing", "update_offload_timing", "collect_offload_timing", "format_offload_timing_table"),
+    *("save_profile", "load_profile", "suspend_profiling", "resume_profiling", "pause_profiling"),
+    *("clear_profiling_durations", "get_gpu_memory_usage"),
+]
+OTHERS = ["offload", "init", "get_offload_manager", "offload_from_profile"]
+OTHERS += ["load_config", "load_config_from_env", "load_config_from_file"]
+"""They make or find a manager, or its configuration."""
+
+
+@pytest.mark.parametrize("name", [*METHODS, *OTHERS])
+def test_each_function_that_users_type_is_there_and_is_a_method_too_where_it_asks_a_manager(name) -> None:
+    assert callable(getattr(ft, name)) and name in dir(ft)
+    assert callable(getattr(ft.OffloadManager, name, None)) is (name in METHODS)
+
+
+class Marked(nn.Module):
+    """Its second half is a manual region, marked by the manager's own method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with get_offload_manager().offload_block("second half"):
+            return self.second(x)
+
+
+def test_the_managers_own_block_and_timing_table_are_the_modules(device) -> None:
+    model = Marked().eval().requires_grad_(False)
+    om = ft.init(model, ft.OffloadConfig(resident_below_bytes=0, offload_timing="eager"))
+    for _ in range(om.iters_before_inference + 2):
+        model(inputs(device))
+    table = om.format_offload_timing_table()
+    assert "second half" in table and table == ft.format_offload_timing_table(om.collect_offload_timing())
+    assert om.format_offload_timing_table([]) == ft.format_offload_timing_table([])
+
+
 def test_compile_fn_and_external_compile_exclude_each_other() -> None:
     model, _ = pair()
     with pytest.raises(ft.ConfigError, match=r"external_compile = True and compile_fn exclude each other"):
