@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60
 
 
@@ -39,7 +40,7 @@ def locked_memory_limit() -> int | None:
 
 def _cgroup_limits() -> list[MemoryLimits]:
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
         return []
     found: list[MemoryLimits] = []

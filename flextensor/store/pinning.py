@@ -141,6 +141,8 @@ def merge_regions(regions: Iterable[Region]) -> list[Region]:
 
 
 def _too_much(wanted: int) -> str:
+    # Of all memory, not of what is available: the weights are in memory already, and pinning takes no more of it. What
+    # is available was looked at before they were filled.
     limits = memory_limits()
     most = int(limits.total * _MOST_OF_MEMORY)
     if wanted <= most:

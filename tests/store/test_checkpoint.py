@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -45,6 +46,36 @@ def test_a_cast_on_the_way_equals_torchs(shm_dir: str, tmp_path: Path) -> None:
     wanted = {"u.big": large["u.big"].to(torch.bfloat16), "u.n": large["u.n"]}
     with shared_store(units_of(wanted), source, namespace="t", directory=shm_dir) as store:
         assert all(same(store.tensor(name), tensor) for name, tensor in wanted.items())
+
+
+def test_other_units_another_dtype_or_another_file_name_make_another_store(shm_dir: str, tmp_path: Path) -> None:
+    """Of one checkpoint. All are open at the same time, and each has its own bytes."""
+    tensors = {"a.w": torch.randn(300, 8), "a.v": torch.randn(40), "b.w": torch.randn(20, 8)}
+    folder, renamed = tmp_path / "model", tmp_path / "renamed"
+    for place in (folder, renamed):
+        place.mkdir()
+        save_file(tensors, place / ("model.safetensors" if place is folder else "other.safetensors"))
+    halves = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    in_one = (UnitSpec("all", tuple(WeightSpec.of(name, tensor) for name, tensor in tensors.items())),)
+    wanted = [
+        (units_of(tensors), folder, None, tensors),
+        (in_one, folder, None, tensors),
+        (units_of(halves), folder, torch.bfloat16, halves),
+        (units_of(tensors), renamed, None, tensors),
+        (units_of(tensors), folder, None, tensors),
+    ]
+    with contextlib.ExitStack() as stack:
+        stores = [
+            stack.enter_context(
+                shared_store(units, SafetensorsSource(place, dtype=dtype), namespace="t", directory=shm_dir)
+            )
+            for units, place, dtype, _ in wanted
+        ]
+        assert [store.report().created_by_us for store in stores] == [True, True, True, True, False]
+        assert len({store.identity for store in stores}) == 4 == len(os.listdir(shm_dir))
+        for store, (_, _, _, right) in zip(stores, wanted, strict=True):
+            assert all(same(store.tensor(name), tensor) for name, tensor in right.items())
+    assert os.listdir(shm_dir) == []
 
 
 def test_names_map_weights_to_keys_and_tied_weights_to_one_key(shm_dir: str, tmp_path: Path) -> None:

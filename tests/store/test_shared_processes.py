@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -121,12 +123,45 @@ def test_a_process_that_only_attached_ends_and_a_new_one_attaches(shm_dir: str) 
     assert os.listdir(shm_dir) == []
 
 
-def test_all_are_killed_and_the_next_start_takes_over_what_is_complete(shm_dir: str) -> None:
+GUEST = """
+import os, sys
+from multiprocessing import resource_tracker
+import psutil
+from flextensor.store import TensorSource, shared_store
+from tests.store.small_models import small_weights, units_of
+
+tensors = small_weights()
+for _ in range(2):  # the second one is open at the end
+    store = shared_store(units_of(tensors), TensorSource(tensors), namespace="t", directory=sys.argv[1])
+    assert not store.report().created_by_us
+    store.verify()
+    views = [store.tensor(name) for name in tensors]
+    _ == 0 and store.close()
+print(resource_tracker._resource_tracker._pid, psutil.Process().children(recursive=True))
+"""
+
+
+def test_a_process_that_attaches_and_exits_has_no_resource_tracker_to_warn_or_to_take_the_store_away(
+    shm_dir: str,
+) -> None:
+    creator = Holder.start(shm_dir)
+    creator.wait("ready")
+    before = os.listdir(shm_dir)
+    guest = subprocess.run([sys.executable, "-c", GUEST, shm_dir], capture_output=True, text=True, timeout=60)
+    assert (guest.returncode, guest.stderr, guest.stdout) == (0, "", "None []\n")
+    assert os.listdir(shm_dir) == before
+    assert creator.ask("check", "checked") == []
+    creator.close()
+    assert os.listdir(shm_dir) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_all_are_killed_and_the_next_start_takes_over_what_is_complete(shm_dir: str, number: int) -> None:
     holders = [Holder.start(shm_dir) for _ in range(3)]
     for holder in holders:
         holder.wait("ready")
     for holder in holders:
-        holder.kill()
+        holder.kill(number)
     (entry,) = list_stores(shm_dir)
     assert (entry.state, entry.holders) == ("dead", ())
     again = Holder.start(shm_dir)
