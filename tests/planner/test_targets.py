@@ -60,18 +60,33 @@ def large(units: int, *, alike: bool) -> Profile:
     return make(sizes, compute=compute, transfer=H200)
 
 
-@pytest.mark.parametrize(("units", "seconds"), [(100, 1.0), pytest.param(1000, 10.0, marks=pytest.mark.slow)])
-def test_large_models_are_planned_in_time(units: int, seconds: float) -> None:
-    """Seconds of one core; a factor of 2.5 for machines slower than the one measured on."""
-    for alike in (True, False):
-        profile = large(units, alike=alike)
-        for share in (None, 0.3) if alike else (0.7, 0.1):
-            start = time.process_time()
-            plan = search(profile, budget_bytes=None if share is None else int(share * profile.total_bytes))
-            spent = time.process_time() - start
-            assert spent <= 2.5 * seconds, f"{units} units, budget {share}: {spent:.2f} s"
-            assert plan.prediction is not None
-            assert plan.prediction.step_seconds <= 1.02 * plan.prediction.floor_seconds
+def planned_within(seconds: float, profile: Profile, share: float | None) -> None:
+    """Planned well, in so many seconds of one core: of up to three times the least, as a core is slower at times (its
+    other thread, its clock)."""
+    spent = []
+    while not spent or (min(spent) > seconds and len(spent) < 3):
+        start = time.process_time()
+        plan = search(profile, budget_bytes=None if share is None else int(share * profile.total_bytes))
+        spent.append(time.process_time() - start)
+    assert min(spent) <= seconds, f"{len(profile.units)} units, budget {share}: {spent} s"
+    assert plan.prediction is not None
+    assert plan.prediction.step_seconds <= 1.02 * plan.prediction.floor_seconds
+
+
+@pytest.mark.parametrize(("alike", "share"), [(True, None), (True, 0.3), (False, 0.7), (False, 0.1)])
+def test_a_hundred_units_of_twelve_tensors_are_planned_in_a_second(alike: bool, share: float | None) -> None:
+    planned_within(1.0, large(100, alike=alike), share)
+
+
+SLOW = pytest.mark.slow
+THOUSANDS = [(False, 0.3), *(pytest.param(True, share, marks=SLOW) for share in (None, 0.3))]
+THOUSANDS += [pytest.param(False, share, marks=SLOW) for share in (None, 0.7, 0.1)]
+
+
+@pytest.mark.parametrize(("alike", "share"), THOUSANDS)
+def test_a_thousand_units_of_twelve_tensors_are_planned_in_ten_seconds(alike: bool, share: float | None) -> None:
+    """Of all these the one that takes longest is not marked as slow."""
+    planned_within(10.0, large(1000, alike=alike), share)
 
 
 def test_checking_a_large_plan_is_cheap() -> None:
