@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import sys
 import threading
@@ -155,21 +156,52 @@ def test_raised_in_the_root_outside_every_unit(pair: MakePair) -> None:
     one.streams(3)
 
 
-def test_a_thousand_exceptions_leave_no_events_and_no_memory(pair: MakePair) -> None:
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), torch.OutOfMemoryError("y")], ids=type)
+@pytest.mark.parametrize("phase", PHASES)
+def test_exceptions_again_and_again_leave_no_events_and_no_memory(
+    pair: MakePair, phase: str, error: BaseException
+) -> None:
     one = pair(Failing(count=4), noise(1, 32), budget=0.7, offload_timing="eager")
-    one.to_inference()
-    one.run(5)
-    allocated, threads = one.manager.device.allocated_bytes(), threading.active_count()
-    fail(one, 2, ValueError("again"))
-    for _ in range(300):
-        with pytest.raises(ValueError):
-            one.model(*one.arguments())
-    fail(one, 2, None)
-    one.run(3)
+    one.run(2 * PHASES[phase] if phase == "inference" else PHASES[phase])
+    assert one.manager.phase == phase
+    threads = threading.active_count()
+    fail(one, 2, error)
+    raises(one, error, 8)  # what a first call takes is taken; after an out-of-memory weights have given way
+    held, samples = beside_weights(one), samples_kept(one)
+    often = {ValueError: 300, KeyboardInterrupt: 60}  # an out-of-memory looks for another plan each time
+    raises(one, error, often.get(type(error), 8) if phase == "inference" else 40)
+    assert beside_weights(one) - held <= (0 if one.device.type == "cpu" else 8192)
+    assert samples_kept(one) <= samples
     recorder = one.manager._recorder
     assert len(recorder._pending) + len(recorder._boundaries) < 50 and len(recorder._free) < 500
-    assert one.manager.device.allocated_bytes() == allocated and threading.active_count() == threads
+    assert one.manager.phase == phase and threading.active_count() == threads
+    fail(one, 2, None)
+    one.run(6)
     assert_nothing_is_open(one)
+    assert one.manager.phase == "inference" and threading.active_count() == threads
+    assert beside_weights(one) - held <= (0 if one.device.type == "cpu" else 8192)
+    one.streams(3)
+
+
+def raises(one: Pair, error: BaseException, calls: int) -> None:
+    """So many calls, each of which raises ``error``, which then is as if it had never been raised."""
+    for _ in range(calls):
+        with pytest.raises(type(error)):
+            one.model(*one.arguments())
+        error.with_traceback(None)  # its frames hold activations
+        error.__context__ = None
+
+
+def beside_weights(one: Pair) -> int:
+    """Bytes that are allocated on the device for anything but weights."""
+    gc.collect()
+    usage = one.manager.get_gpu_memory_usage()
+    return int(usage["allocated"]) - int(usage["weights"]) - int(usage["other_weights"])
+
+
+def samples_kept(one: Pair) -> int:
+    """Profiled steps so far."""
+    return len(one.manager._warmup.recorder.steps) if one.manager._warmup is not None else 0
 
 
 def test_out_of_memory_in_a_replan_keeps_the_plan_before(pair: MakePair, device: str) -> None:
