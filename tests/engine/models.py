@@ -220,12 +220,12 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.channels_last = nn.Conv2d(8, 8, 3, padding=1).to(memory_format=torch.channels_last)
-        self.transposed = Weighted(torch.randn(12, 8).t())
-        self.strided = Weighted(torch.randn(40, 12)[3:35:4, :])
+        self.channels_last = nn.Conv2d(8, 32, 3, padding=1).to(memory_format=torch.channels_last)
+        self.transposed = Weighted(torch.randn(48, 32).t())
+        self.strided = Weighted(torch.randn(40, 48)[3:35:4, :])
         self.expanded = Weighted(torch.randn(8, 1).expand(8, 8))
         self.empty = Weighted(torch.empty(0, 12))
-        self.plain = Weighted(torch.randn(8, 8))
+        self.plain = Weighted(torch.randn(8, 300))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.channels_last(x).relu().mean((2, 3))

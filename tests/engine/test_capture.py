@@ -63,3 +63,28 @@ def test_a_capture_right_after_a_weight_was_replaced_is_refused_until_a_call_has
     graph.replay()
     assert torch.equal(y, one.reference(x))
     one.streams(2)
+
+
+def test_replays_stream_and_hold_no_more_of_the_model_than_the_plan() -> None:
+    """All units' outputs are right while not all of their weights have room: each replay moves bytes."""
+    one = Pair(Blocks(), noise(2, 48), device="cuda", budget=0.6, offload_timing="cuda_graph")
+    one.to_inference()
+    one.run(6)
+    x = torch.randn(2, 48, device="cuda")
+    graph, y = captured(one, x)
+    plan = one.manager.plan
+    one.manager.reset_offload_timing()
+    held = torch.cuda.memory_allocated()
+    for replay in range(5):
+        x.copy_(torch.randn(2, 48))
+        graph.replay()
+        assert one.manager.update_offload_timing()
+        assert torch.equal(y, one.reference(x)), replay
+    for visit, row in enumerate(one.manager.collect_offload_timing()):
+        assert row.streamed_bytes == sum(copy.nbytes for copy in plan.copies if copy.visit == visit)
+        assert (row.transfer[0] > 0) == (row.streamed_bytes > 0) and row.compute[0] > 0
+    assert torch.cuda.memory_allocated() == held
+    usage = one.manager.get_gpu_memory_usage()
+    assert usage["weights"] + usage["other_weights"] <= 0.6 * one.model_bytes
+    assert plan.streamed_bytes > 0.4 * one.model_bytes
+    one.release()

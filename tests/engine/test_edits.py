@@ -40,7 +40,7 @@ NAMES = [f"layers.{at}.{part}.weight" for at in range(6) for part in ("up", "dow
 
 @pytest.mark.parametrize("phase_calls", [0, 1, 3], ids=["discovery", "profiling", "inference"])
 def test_lora_merged_and_undone(pair: MakePair, phase_calls: int) -> None:
-    one = pair(Blocks(), noise(2, 48))
+    one = pair(Blocks(), noise(2, 48), resident_below_bytes=8192)
     one.run(phase_calls)
     deltas = lora(one, NAMES, 0.1)
     merge(one, deltas, +1)
@@ -290,13 +290,22 @@ def test_one_weight_under_two_names_in_one_unit(pair: MakePair) -> None:
                 x = layer(x)
             return x
 
-    one = pair(Model(), noise(2, 40))
+    model = Model()
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    keys = list(model.state_dict())
+    assert {"layers.2.a.weight", "layers.2.b.weight"} <= set(names) & set(keys)
+    one = pair(model, noise(2, 40))
     one.to_inference()
-    with one.manager.edit_weights("layers.2.b.weight") as tensors:
-        tensors["layers.2.b.weight"].mul_(0.5)
-    one.reference.layers[2].a.weight.mul_(0.5)
-    one.streams(3)
-    assert one.model.layers[2].a.weight is one.model.layers[2].b.weight
+    for at, name in ((2, "layers.2.b.weight"), (3, "layers.3.a.weight"), (2, "layers.2.a.weight")):
+        with one.manager.edit_weights(name) as tensors:
+            tensors[name].mul_(0.5)
+        one.reference.layers[at].a.weight.mul_(0.5)
+        one.streams(3)
+        one.same_state()
+    assert one.manager.report()["store"]["weight_bytes"] == one.model_bytes == 5 * (40 * 40 + 2 * 40) * 4
+    assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == names
+    assert list(model.state_dict()) == keys
+    assert all(layer.a.weight is layer.b.weight for layer in model.layers)
     one.replan(one.least())
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import flextensor as ft
-from flextensor.planner import predict
 from tests.engine.conftest import MakePair, PaceLink
 from tests.engine.harness import noise
 from tests.engine.models import Alternating, Block, Blocks, Linears, MixedDtypes, TiedLM
@@ -106,14 +105,14 @@ def test_prefill_and_decode_share_one_plan(pair: MakePair) -> None:
     kinds = one.manager.report()["step_kinds"]
     assert len(kinds) >= 3 and kinds["rows<=2"] == 18, kinds
     one.manager.collect_offload_timing()
+    assert {step.kind for step in one.manager.sampled_steps()} == {"rows<=2", "rows<=16", "rows<=64"} < set(kinds)
     one.replan(0.7)
     profile, plan = one.manager.profile, one.manager.plan
     mix = {kind.name: kind.weight for kind in profile.kinds}
     assert mix == {name: pytest.approx(count / sum(kinds.values())) for name, count in kinds.items()}
-    assert len({kind.compute for kind in profile.kinds}) == len(mix), "each kind has times of its own"
     assert set(plan.prediction.by_kind) == set(mix)
     weighed = sum(mix[name] * seconds for name, seconds in plan.prediction.by_kind.items())
-    assert plan.prediction.step_seconds == pytest.approx(weighed) == predict(plan, profile).step_seconds
+    assert plan.prediction.step_seconds == pytest.approx(weighed)
     tokens = torch.randint(0, 300, (1, 11), device=one.device)
     assert torch.equal(one.model.generate(tokens, 6), one.reference.generate(tokens, 6))
 
@@ -140,7 +139,7 @@ def test_profiled_with_one_batch_then_run_with_another_then_replanned(pair: Make
 
 
 def test_skipped_discovery(pair: MakePair) -> None:
-    pair(Blocks(), noise(2, 48), skip_discovery=True).through_everything()
+    pair(Blocks(), noise(2, 48), skip_discovery=True, resident_below_bytes=8192).through_everything()
 
 
 def test_several_iterations_of_discovery_and_profiling(pair: MakePair) -> None:

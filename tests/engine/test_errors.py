@@ -86,7 +86,7 @@ def test_patterns_by_class_by_list_and_by_parameter(pair: MakePair) -> None:
         (("name:layers.[0-2]",), 3),
         (("layers.*.up.weight",), 6),
     ):
-        one = pair(Blocks(), noise(2, 48), patterns=patterns, budget=None)
+        one = pair(Blocks(), noise(2, 48), patterns=patterns, budget=None, resident_below_bytes=8192)
         assert len(one.manager.units) == units, patterns
         one.to_inference()
         one.replan(one.least())

@@ -13,7 +13,7 @@ from tests.engine.models import Block, Blocks, MixtureOfExperts, Routed
 
 
 def test_every_unit_twice_in_one_forward(pair: MakePair) -> None:
-    one = pair(Blocks(count=4, repeats=2), noise(2, 48), budget=0.6)
+    one = pair(Blocks(count=4, repeats=2), noise(2, 48), budget=0.6, resident_below_bytes=8192)
     one.through_everything()
     assert len(one.manager.plan.visits) == 8
 
@@ -26,7 +26,7 @@ def test_one_unit_run_twelve_times(pair: MakePair) -> None:
 
 
 def test_order_other_than_registered(pair: MakePair) -> None:
-    one = pair(Routed(), lambda i: (torch.randn(2, 32), (3, 0, 5, 1, 4, 2)))
+    one = pair(Routed(), lambda i: (torch.randn(2, 32), (3, 0, 5, 1, 4, 2)), resident_below_bytes=4096)
     one.through_everything()
     assert one.manager.plan.visits == (3, 0, 5, 1, 4, 2)
     assert one.manager.live().unforeseen_visits == 0
@@ -158,6 +158,9 @@ def test_grad_modes_mixed_between_calls(pair: MakePair) -> None:
         if call == 8:
             one.manager.replan(one.least())
     assert one.manager.epoch == 2
+    for mode in modes:
+        with mode():
+            one.streams(3)
     with torch.inference_mode():
         one.release()
     with torch.enable_grad():
@@ -168,7 +171,7 @@ def test_grad_modes_mixed_between_calls(pair: MakePair) -> None:
 
 def test_offload_and_everything_else_in_inference_mode(pair: MakePair) -> None:
     with torch.inference_mode():
-        one = pair(Blocks(), noise(2, 48))
+        one = pair(Blocks(), noise(2, 48), resident_below_bytes=8192)
         one.through_everything()
     one.run(2)
 

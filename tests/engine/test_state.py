@@ -133,6 +133,9 @@ def test_buffers_of_every_kind_and_state_that_forward_updates(pair: MakePair, th
     one.to_inference()
     one.run(3)
     one.replan(one.least())
+    one.streams(3)
+    usage = one.manager.get_gpu_memory_usage()
+    assert usage["weights"] + usage["other_weights"] < one.model_bytes
     one.replan(None)
     hook.remove()
     assert {device.type for device in seen} == {one.device.type}
