@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import flextensor as ft
+from flextensor.runtime.cuda import CudaDevice
 from tests.engine.conftest import MakePair
 from tests.engine.harness import noise
 from tests.engine.models import Block, Blocks
@@ -191,17 +192,56 @@ def test_a_device_too_small_for_one_unit_or_for_the_rest_is_refused_before_the_f
     refused(Wide(), "weights of no unit take", ft.BudgetError, device="host", host_memory_bytes=100_000)
 
 
-def test_budgets_are_capped_by_what_is_free(pair: MakePair, device: str) -> None:
+class Quota(CudaDevice):
+    """A GPU of which the program may take so many bytes from now on, as when others have taken the rest."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self.nbytes, self.before = nbytes, self.allocated_bytes()
+
+    def free_bytes(self) -> int:
+        return self.nbytes - (self.allocated_bytes() - self.before)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self.free_bytes():
+            raise torch.OutOfMemoryError(f"{nbytes} bytes asked for, {self.free_bytes()} free")
+        return super().allocate(nbytes)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"budget": None}, {"budget": 0.9}, {"budget": 1 << 40}, {"budget": None, "budget_fraction": 0.95}],
+    ids=["latency", "bytes", "terabyte", "fraction"],
+)
+def test_budgets_are_capped_by_what_is_free(
+    pair: MakePair, device: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 200_000
     if device != "host":
-        pytest.skip("the host device's memory can be set exactly")
-    one = pair(Blocks(), noise(2, 48), budget=None, host_memory_bytes=200_000)
-    assert one.model_bytes > 200_000
+        monkeypatch.setattr("flextensor.api.make_device", lambda config: Quota(room))
+    one = pair(Blocks(), noise(2, 48), host_memory_bytes=room, resident_below_bytes=8192, **asked)
+    assert one.model_bytes > 1.5 * room
     one.to_inference()
     one.streams(3)
-    other = pair(Blocks(), noise(2, 48), budget=None, max_gpu_mem_fraction=0.5, host_memory_bytes=400_000)
-    other.to_inference()
-    other.streams(3)
-    assert other.manager.report()["device_weight_bytes"] <= 200_000
+    opened = one.manager.device
+    opened.reset_peak()
+    for _ in range(3):
+        one.model(*one.arguments())
+    rounded = 0 if device == "host" else 8192  # torch gives a multiple of 512 bytes to each tensor
+    assert opened.peak_bytes() - getattr(opened, "before", 0) <= room + rounded
+    held = one.manager.report()["device_weight_bytes"]
+    assert held <= room
+    if asked != {"budget": None}:
+        assert held >= 0.7 * room, "what is free is used"
+
+
+def test_a_share_of_the_device_is_a_budget(pair: MakePair, device: str) -> None:
+    if device != "host":
+        pytest.skip("the host device's memory can be set exactly")
+    one = pair(Blocks(), noise(2, 48), budget=None, max_gpu_mem_fraction=0.5, host_memory_bytes=400_000)
+    one.to_inference()
+    one.streams(3)
+    assert one.manager.report()["device_weight_bytes"] <= 200_000
 
 
 def test_a_model_that_never_calls_its_units_keeps_working(pair: MakePair) -> None:

@@ -186,3 +186,59 @@ def test_weights_give_way_to_a_growing_cache_before_it_exceeds_the_share(device:
         assert 1 <= manager.own_changes <= 6 and manager.live().copied_bytes_total > 0
     finally:
         ft.release("cache")
+
+
+@pytest.mark.parametrize("device", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_no_step_exceeds_the_share_before_the_first_plan_at_it_or_at_a_replan(device: str) -> None:
+    """What a step needs beside the weights is a sixth of them: without its measurement the share would be exceeded."""
+    width, inner, rows = (48, 131, 8) if device == "host" else (1024, 4096, 512)
+    model = Blocks(width=width, inner=inner).requires_grad_(False)
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    reference = copy.deepcopy(model).to("cpu" if device == "host" else device)
+    x = torch.randn(rows, width, device=reference.head.weight.device)
+    wanted = reference(x)
+    taken, total = 0, 4 * weights
+    if device == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        taken = torch.cuda.memory_allocated()
+    limit = taken + int(0.9 * weights)
+    config = ft.OffloadConfig(
+        include_patterns=["layers.*"],
+        gpu_device=device,
+        resident_below_bytes=8192,
+        host_memory_bytes=total if device == "host" else 0,
+        host_link_bytes_per_second=2e9,
+        max_gpu_mem_fraction=limit / total,
+    )
+    ft.offload(model, config, name="share")
+    manager = ft.get_offload_manager("share")
+
+    def needs_room(*_: object) -> None:
+        kept = manager.device.allocate(weights // 6)
+        del kept
+
+    hook = model.layers[2].register_forward_pre_hook(needs_room)
+    # torch's allocator may leave the last of a megabyte of each large block unused; far less than what a step needs.
+    rounded = 0 if device == "host" else 4 << 20
+
+    def peaks(calls: int) -> None:
+        for _ in range(calls):
+            manager.device.reset_peak()
+            output = model(x)
+            peak = manager.device.peak_bytes()
+            assert peak <= limit + rounded, f"{manager.phase}, epoch {manager.epoch}: {peak - limit} bytes too many"
+            assert torch.equal(output, wanted)
+            del output
+
+    try:
+        peaks(manager.iters_before_inference + 3)
+        plan, copied = manager.plan, manager.live().copied_bytes_total
+        assert plan is not None and manager.profile.activation_bytes >= weights // 6
+        assert plan.streamed_bytes > 0 and 0.5 * weights < plan.weight_bytes < 0.9 * weights - weights // 6
+        for budget in (0.4, None, 0.3, plan.budget_bytes):
+            manager.replan(budget)
+            peaks(3)
+        assert manager.epoch == 5 and manager.live().copied_bytes_total > copied
+    finally:
+        hook.remove()
+        ft.release("share")
