@@ -214,7 +214,11 @@ class Quota(CudaDevice):
     ids=["latency", "bytes", "terabyte", "fraction"],
 )
 def test_budgets_are_capped_by_what_is_free(
-    pair: MakePair, device: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    pair: MakePair,
+    device: str,
+    asked: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     room = 200_000
     if device != "host":
@@ -222,6 +226,7 @@ def test_budgets_are_capped_by_what_is_free(
     one = pair(Blocks(), noise(2, 48), host_memory_bytes=room, resident_below_bytes=8192, **asked)
     assert one.model_bytes > 1.5 * room
     one.to_inference()
+    assert "find no room" not in caplog.text, "a plan beyond what is free was tried"
     one.streams(3)
     opened = one.manager.device
     opened.reset_peak()
