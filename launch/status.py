@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -29,41 +29,46 @@ def show_status(*, address: str | None, namespace: str | None, watch: bool, as_j
         status: RunStatus = ask_run(coordinator.status.remote())
         return status
 
+    told = _until_the_end(ask) if watch else iter([ask()])
     if as_json:
-        _print_json(ask, watch, console)
-        return
-    if not watch:
-        console.print(status_view(ask()))
-        return
-    with Live(console=console, refresh_per_second=4) as live:
-        while True:
-            status = ask()
-            live.update(status_view(status))
-            if status.job.finished:
-                return
-            time.sleep(WATCH_INTERVAL)
+        for status in told:
+            print(json.dumps(status_json(status)), file=console.file, flush=True)
+    elif watch:
+        with Live(console=console, refresh_per_second=4) as live:
+            for status in told:
+                live.update(status_view(status))
+    else:
+        console.print(status_view(next(told)))
 
 
-def _print_json(ask: Callable[[], RunStatus], watch: bool, console: Console) -> None:
-    while True:
-        status = ask()
-        print(json.dumps(status_json(status)), file=console.file, flush=True)
-        if not watch or status.job.finished:
-            return
+def _until_the_end(ask: Callable[[], RunStatus]) -> Iterator[RunStatus]:
+    """Each second, until the job is finished or the run that has answered once is no more."""
+    status = ask()
+    yield status
+    while not status.job.finished:
         time.sleep(WATCH_INTERVAL)
+        try:
+            status = ask()
+        except RunEnded:
+            return
+        yield status
+
+
+class RunEnded(SessionError):
+    """The run was there, and is no more."""
 
 
 def ask_run(reference: Any, timeout: float = ANSWER_TIMEOUT) -> Any:
     """A coordinator's answer.
 
-    Raises SessionError when it does not come.
+    Raises SessionError when it does not come, RunEnded when it never will.
     """
     try:
         return ray.get(reference, timeout=timeout)
     except ray.exceptions.GetTimeoutError:
         raise SessionError(f"the run's coordinator did not answer within {timeout:.0f} s; try again") from None
     except ray.exceptions.RayActorError:
-        raise SessionError("the run has ended") from None
+        raise RunEnded("the run has ended") from None
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:

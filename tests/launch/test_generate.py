@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from cluster.messages import ReplanRequest
+from flextensor.store.inventory import StoreEntry, list_stores, remove_store
 from tests.launch.conftest import Job, end_of, start_command
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray_launch")]
@@ -56,15 +57,30 @@ def test_two_workers_with_a_replan_in_the_middle_beside_a_second_run(
     outcome = ray.get(coordinator.replan.remote(ReplanRequest(budget=0.9)), timeout=60)
     assert outcome.committed, outcome.reason
     ray.get(coordinator.pause.remote(True), timeout=60)  # the commands below take their time on a busy machine
-    status: dict[str, Any] = {}
-    for command in (["pause"], ["replan", "--budget", "80%"], ["status", "--json"], ["resume"]):
+
+    def told(*command: str) -> str:
         code, out, err = end_of(start_command(*command, *where, "first"))
         assert code == 0, out + err
-        if "--json" in command:
-            status = json.loads(out)
-    for process in (first, second):
+        return out
+
+    told("pause")
+    what_if = told("replan", "--budget", "70%", "--workers", "1", "--dry-run", "--no-measure")
+    told("replan", "--budget", "80%")
+    status = json.loads(told("status", "--json"))
+    watcher = start_command("status", "--watch", "--json", *where, "first")
+    told("resume")
+    for process in (first, second, watcher):
         code, out, err = end_of(process)
         assert code == 0, out + err
+    watched = [json.loads(line) for line in out.splitlines()]
+
+    assert "dry run, nothing changed" in what_if and "all workers move" not in what_if
+    rows = [line.split()[:6] for line in what_if.splitlines() if " -> " in line]
+    assert [row[0] for row in rows] == ["0", "1"], "rank, weights before, unit, arrow, weights after, unit"
+    weights = [float(row[4]) for row in rows]
+    assert weights[1] < weights[0], "worker 0 would keep the plan of epoch 2"
+    assert len(watched) > 1 and watched[0]["epoch"] == 3
+    assert watched[0]["job"]["done"] < watched[-1]["job"]["done"]
 
     answers = replanned.answers()
     assert set(answers) == {*replanned.ids, "line-4", "no-prompt"}
@@ -90,17 +106,34 @@ def test_two_workers_with_a_replan_in_the_middle_beside_a_second_run(
     wait_for(lambda: segments() == [])
 
 
-def test_a_killed_job_resumes_with_every_item_once(local_ray: str, make_job: Callable[..., Job]) -> None:
+@pytest.fixture
+def stores_left() -> Iterator[Callable[[], list[str]]]:
+    """The states of the runs' stores; those that are left are removed at the end."""
+
+    def ours() -> list[StoreEntry]:
+        return [entry for entry in list_stores("/dev/shm") if entry.namespace == "launch-tests"]
+
+    yield lambda: [entry.state for entry in ours()]
+    for entry in ours():
+        remove_store(entry)
+
+
+def test_a_killed_job_resumes_with_every_item_once_from_the_store_that_it_left(
+    local_ray: str, make_job: Callable[..., Job], stores_left: Callable[[], list[str]]
+) -> None:
     job = make_job(items=18, **SLOW)
-    process = job.start("--address", local_ray, "--namespace", "killed")
+    process = job.start("--address", local_ray, "--namespace", "killed", "--keep-store")
     wait_for(lambda: lines_in(job.output) >= 3)
     process.kill()
     process.communicate()
     with open(job.output, "ab") as output:
         output.write(b'{"id": "item-1", "answer": "torn')
     kept = job.output.read_bytes().splitlines(keepends=True)[:3]
-    code, out, err = end_of(job.start("--address", local_ray, "--namespace", "resumed"))
+    wait_for(lambda: stores_left() == ["dead"])
+    code, out, err = end_of(job.start("--address", local_ray, "--namespace", "resumed", "--keep-store"))
     assert code == 0, out + err
+    assert [detail["engine"]["store"]["created_by_us"] for detail in report_of(job)["details"]] == [False, False]
+    assert stores_left() == ["kept"], "for a warm start: that is what --keep-store is for"
     assert "are finished" in out
     assert set(job.answers()) == set(job.ids)
     assert job.output.read_bytes().splitlines(keepends=True)[:3] == kept

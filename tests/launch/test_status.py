@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import threading
+from collections.abc import Callable
 
 import pytest
+import ray
 from rich.console import Console
 
-from cluster.messages import JobProgress, RunStatus, WorkerState
+from cluster.messages import CoordinatorOptions, JobProgress, RunStatus, WorkerState
+from cluster.session import SessionError, make_coordinator
 from flextensor.planner.plan import Prediction
-from launch.status import status_json, status_view
+from launch.status import show_status, status_json, status_view
 
 
 def status(own_reason: str = "", **more: object) -> RunStatus:
@@ -47,6 +51,41 @@ def test_the_table_tells_the_link_against_its_own_rate_and_joules_an_item() -> N
 def test_a_plan_that_nobody_asked_for_is_told_with_its_reason() -> None:
     assert "worker 0 planned by itself: out of memory in a step" in shown(status("out of memory in a step"))
     assert "planned by itself" not in shown(status())
+
+
+@pytest.mark.ray
+@pytest.mark.xdist_group("ray_launch")
+@pytest.mark.parametrize("as_json", [True, False], ids=["json", "table"])
+def test_watching_shows_a_run_again_and_again_until_it_is_finished_or_gone(
+    local_ray: str, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    """Through the connection that this process has: it cannot make a second one."""
+    coordinator = make_coordinator(CoordinatorOptions(namespace=f"watched-{as_json}", automatic=False))
+    ray.get(coordinator.start.remote(), timeout=60)
+    monkeypatch.setattr("launch.status.find_run", lambda **where: coordinator)
+    monkeypatch.setattr("launch.status.WATCH_INTERVAL", 0.05)
+
+    def watch(last: Callable[[], object]) -> str:
+        console = Console(file=io.StringIO(), width=120, force_terminal=not as_json)
+        at_last = threading.Timer(0.4, last)
+        at_last.start()
+        show_status(address=None, namespace=None, watch=True, as_json=as_json, console=console)
+        at_last.join()
+        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+    ray.get(coordinator.progress.remote(JobProgress(total=9, done=4)))
+    text = watch(lambda: ray.get(coordinator.progress.remote(JobProgress(total=9, done=9, finished=True))))
+    if as_json:
+        jobs = [json.loads(line)["job"] for line in text.splitlines()]
+        assert len(jobs) > 3 and [job["finished"] for job in jobs] == [False] * (len(jobs) - 1) + [True]
+        assert jobs[0]["done"] == 4 and jobs[-1]["done"] == 9
+    else:
+        assert text.count("watched-False, epoch 0") > 1 and "4/9 items" in text
+        assert text.rindex("9/9 items") > text.rindex("4/9 items")
+    ray.get(coordinator.progress.remote(JobProgress(total=9, done=5)))
+    assert ("5/9" if not as_json else '"done": 5') in watch(lambda: ray.kill(coordinator))
+    with pytest.raises(SessionError, match="the run has ended"):
+        show_status(address=None, namespace=None, watch=True, as_json=as_json, console=Console(file=io.StringIO()))
 
 
 def test_the_json_has_the_derived_figures() -> None:
