@@ -15,6 +15,9 @@ import flextensor as ft
 from flextensor.offload_manager import get_offload_manager
 from tests.integration.L0_torch_compile.models import MyModel, inputs, pair, streaming
 
+on_the_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
+"""Of tests whose subject is the same on every device."""
+
 
 def graphs() -> int:
     """Graphs that Dynamo has made since the test began."""
@@ -94,8 +97,12 @@ def replan_through_tail(model: nn.Module, twin: nn.Module, device: torch.device)
     assert (manager.strategy_replan_status.state, manager.strategy_replan_status.applied) == ("done", True)
 
 
-def warns_and_returns_zero(om: ft.OffloadManager, caplog: pytest.LogCaptureFixture, **options: bool) -> str:
+def warns_and_returns_zero(
+    om: ft.OffloadManager, caplog: pytest.LogCaptureFixture, *, can: bool = False, **options: bool
+) -> str:
+    """The request does nothing but say why. can: whether another kind of request would be met."""
     before = om.strategy_replan_status
+    assert before.can_request is can
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert om.request_strategy_replan(**options) == 0

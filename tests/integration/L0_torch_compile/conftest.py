@@ -11,6 +11,7 @@ from torch._inductor import config as inductor_config
 
 import flextensor as ft
 from flextensor import registry
+from tests.integration.L0_torch_compile import models
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,8 @@ def same_kernels_for_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor_config, "deterministic", True)
 
 
-@pytest.fixture
-def device() -> torch.device:
-    """Where the models run."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where the models run. What is the same on every device is ``checks.on_the_host`` alone."""
+    monkeypatch.setattr(models, "GPU_DEVICE", "host" if request.param == "cpu" else request.param)
+    return torch.device(request.param)

@@ -11,6 +11,8 @@ from torch import nn
 import flextensor as ft
 
 DIM = 64
+GPU_DEVICE = "auto"
+"""What configurations say, unless the test's device does."""
 
 
 class Block(nn.Module):
@@ -110,7 +112,7 @@ def streaming(model: nn.Module, share: float = 0.6, **settings: Any) -> ft.Offlo
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     defaults: dict[str, Any] = {
         "include_patterns": ["layers.*"],
-        "gpu_device": "auto",
+        "gpu_device": GPU_DEVICE,
         "budget_bytes": int(total * share),
         "resident_below_bytes": 1024,
         "host_link_bytes_per_second": 4e9,

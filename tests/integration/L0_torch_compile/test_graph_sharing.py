@@ -18,23 +18,24 @@ from tests.integration.L0_torch_compile.checks import (
     compiled_twin,
     external,
     graphs,
+    on_the_host,
     to_inference,
 )
 from tests.integration.L0_torch_compile.models import Block, IndexedBlock, LabelledBlock, inputs, pair, streaming
 
+MODES = ["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
+PATHS = ["compile_fn", "external"]
+ON_A_GPU = [("default", "external"), ("reduce-overhead", "compile_fn"), ("reduce-overhead", "external")]
+"""There the others search for a minute, for kernels that the host has not."""
+
 
 @pytest.mark.parametrize(
-    ("mode", "path"),
+    ("device", "mode", "path"),
     [
-        ("default", "compile_fn"),
-        ("reduce-overhead", "compile_fn"),
-        ("max-autotune-no-cudagraphs", "compile_fn"),
-        pytest.param("max-autotune", "compile_fn", marks=pytest.mark.slow),
-        ("default", "external"),
-        pytest.param("reduce-overhead", "external", marks=pytest.mark.slow),
-        pytest.param("max-autotune-no-cudagraphs", "external", marks=pytest.mark.slow),
-        pytest.param("max-autotune", "external", marks=pytest.mark.slow),
+        *[("cpu", mode, path) for mode in MODES for path in PATHS],
+        *[pytest.param("cuda", mode, path, marks=pytest.mark.gpu) for mode, path in ON_A_GPU],
     ],
+    indirect=["device"],
 )
 def test_every_mode_gives_the_compiled_resident_models_numbers_and_a_replan_recompiles_nothing(
     device, mode, path
@@ -90,6 +91,7 @@ def counting_backend(made: list[int]) -> Callable[..., Any]:
     return compile_counted
 
 
+@on_the_host
 @pytest.mark.parametrize(
     ("block", "path"),
     [
@@ -147,21 +149,24 @@ def test_twelve_identical_units_share_one_graph(device) -> None:
     assert_equal_while_streaming(model, compiled_twin(twin, device), device)
 
 
+@on_the_host
 @pytest.mark.parametrize(
-    ("block", "dynamic", "expected"), [(LabelledBlock, False, 1), (IndexedBlock, False, 40), (IndexedBlock, True, 2)]
+    ("block", "blocks", "dynamic", "expected"),
+    [(LabelledBlock, 40, False, 1), (IndexedBlock, 20, False, 20), (IndexedBlock, 40, True, 2)],
 )
-def test_forty_blocks_with_an_index_attribute_share_where_they_can_and_never_fall_back_to_eager(
-    device, block, dynamic, expected, caplog, monkeypatch
+def test_blocks_with_an_index_attribute_share_where_they_can_and_never_fall_back_to_eager(
+    device, block, blocks, dynamic, expected, caplog, monkeypatch
 ) -> None:
+    assert blocks > 2 * torch._dynamo.config.recompile_limit
     monkeypatch.setattr(torch._dynamo.config, "allow_unspec_int_on_nn_module", dynamic)
     caplog.set_level(logging.INFO, "flextensor.compile.census")
-    model, twin = pair(*(block(i) for i in range(40)))
+    model, twin = pair(*(block(i) for i in range(blocks)))
     ft.offload(model, streaming(model, 0.5), compile_fn=lambda m: torch.compile(m, backend="eager"))
     om = to_inference(model, device)
     assert graphs() == expected
     report = om.compile_report()
-    assert report.eager == 0 and report.compiled == expected and report.shared == 40 - expected
-    assert ("allow_unspec_int_on_nn_module" in caplog.text) is (expected == 40)
+    assert report.eager == 0 and report.compiled == expected and report.shared == blocks - expected
+    assert ("allow_unspec_int_on_nn_module" in caplog.text) is (expected == blocks)
     twin = twin.to(device)
     x = inputs(device)
     assert torch.equal(model(x), twin(x))
@@ -170,6 +175,7 @@ def test_forty_blocks_with_an_index_attribute_share_where_they_can_and_never_fal
     assert graphs() == expected
 
 
+@on_the_host
 def test_units_compiled_by_a_caller_who_raised_no_limit_do_not_fall_back_to_eager(device) -> None:
     units = torch._dynamo.config.recompile_limit + 4
     model, twin = pair(*(IndexedBlock(at) for at in range(units)))

@@ -18,6 +18,7 @@ from tests.integration.L0_torch_compile.checks import (
     compiled_twin,
     external,
     graphs,
+    on_the_host,
     replan_through_tail,
     to_inference,
 )
@@ -118,6 +119,7 @@ def test_release_in_the_midst_of_a_tail_leaves_a_plain_model(device) -> None:
     assert all(layer._compiled_call_impl is None for layer in model.layers)
 
 
+@on_the_host
 def test_the_modules_functions_are_the_managers(device) -> None:
     model, twin = external(device)
     om = ft.get_offload_manager()

@@ -13,6 +13,7 @@ from tests.integration.L0_torch_compile.checks import (
     assert_equal_while_streaming,
     external,
     graphs,
+    on_the_host,
     to_inference,
 )
 from tests.integration.L0_torch_compile.models import IndexedBlock, MyModel, inputs, pair, streaming
@@ -27,6 +28,7 @@ def test_the_whole_offloaded_model_given_to_torch_compile_is_one_clear_error(dev
     assert_equal_while_streaming(model, twin, device)
 
 
+@on_the_host
 @pytest.mark.parametrize("calls", [0, 1, 2])
 def test_the_whole_model_is_refused_in_every_phase_and_the_life_cycle_goes_on(device, calls) -> None:
     model, twin = pair()
@@ -79,6 +81,7 @@ Compile = Callable[..., None]
 WAYS = [in_place, by_wrapping, by_forward, inside]
 
 
+@on_the_host
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("external_compile", [True, False])
 def test_compiling_during_discovery_is_a_clear_error(device, way: Compile, external_compile: bool) -> None:
@@ -90,6 +93,7 @@ def test_compiling_during_discovery_is_a_clear_error(device, way: Compile, exter
             model(inputs(device))
 
 
+@on_the_host
 def test_a_unit_that_is_plain_again_after_the_refusal_goes_on_to_right_numbers(device) -> None:
     model, twin = pair()
     ft.offload(model, streaming(model, external_compile=True))
@@ -102,6 +106,7 @@ def test_a_unit_that_is_plain_again_after_the_refusal_goes_on_to_right_numbers(d
     assert_equal_while_streaming(model, twin.to(device), device)
 
 
+@on_the_host
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("calls", [1, 2, 3])
 @pytest.mark.parametrize("external_compile", [True, False])
@@ -128,6 +133,7 @@ def test_compiling_across_phase_changes_works(
         assert report.eager == 6
 
 
+@on_the_host
 @pytest.mark.parametrize("way", [in_place, by_wrapping])
 def test_units_compiled_by_hand_without_a_word_have_the_limits_raised_too(device, way: Compile) -> None:
     units = torch._dynamo.config.recompile_limit + 4
