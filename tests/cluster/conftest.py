@@ -23,6 +23,7 @@ from flextensor.config import OffloadConfig
 
 TINY = "tiny_task:TinyTask"
 TINY_OPTIONS: dict[str, Any] = {"units": 6, "width": 128}
+METRICS = "RAY_metrics_report_interval_ms"
 TINY_BYTES = 6 * (128 * 128 + 128) * 4
 
 
@@ -39,12 +40,14 @@ def local_ray(request: pytest.FixtureRequest) -> Iterator[str]:
     here = str(Path(__file__).parent)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, before]))
+    os.environ[METRICS] = "1000"  # not 10 s: tests wait for what actors publish
     sys.path.insert(0, here)
     try:
         yield start_local(gpus=4, namespace="tests")
     finally:
         ray.shutdown()
         sys.path.remove(here)
+        os.environ.pop(METRICS, None)
         if before is None:
             del os.environ["PYTHONPATH"]
         else:

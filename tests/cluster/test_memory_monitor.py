@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,3 +58,24 @@ def test_a_ray_that_we_started_has_no_monitor_and_each_node_says_so(local_ray: s
     assert found.refresh_ms == 0 and found.node == "127.0.0.1"
     assert found.total > GIB and found.tmpfs > 0
     assert warn_where_it_kills() == []
+
+
+ATTACHING = """
+import logging, sys
+from ray._private import state
+from cluster.session import attach
+logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+state.GlobalState.get_system_config = lambda self: {"memory_monitor_refresh_ms": 250, "memory_usage_threshold": 0.01}
+print(attach(sys.argv[1], namespace="attaching"))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.xdist_group("ray")
+def test_who_attaches_to_a_ray_whose_monitor_can_kill_is_told_so_once_a_node(local_ray: str) -> None:
+    """A Ray that says of itself that its monitor is on, and kills beyond 1% of memory, which is in use already."""
+    done = subprocess.run([sys.executable, "-c", ATTACHING, local_ray], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"{local_ray}\n"), done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "memory monitor" in line]
+    assert line.startswith("cluster.memory_monitor: Ray's memory monitor is on at node 127.0.0.1 (every 250 ms)")
+    assert "kills workers beyond 1% of" in line and "which is 0.0 GiB more than now" in line

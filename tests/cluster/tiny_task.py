@@ -16,6 +16,9 @@ from torch import nn
 import flextensor
 from cluster.messages import Item
 from cluster.task import TaskContext
+from flextensor.store import TensorSource
+from flextensor.store.filling import Reader
+from flextensor.store.layout import StoredTensor
 
 
 class TinyModel(nn.Module):
@@ -52,9 +55,21 @@ def expected(items: Sequence[Item], options: dict[str, Any]) -> dict[str, str]:
     return {str(item["id"]): answer(model, item, int(item.get("steps", 3))) for item in items}
 
 
+class SlowSource(TensorSource):
+    """Waits before it opens each tensor."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], seconds: float) -> None:
+        super().__init__(tensors)
+        self._seconds = seconds
+
+    def open(self, tensor: StoredTensor) -> tuple[Reader, bool]:
+        time.sleep(self._seconds)
+        return super().open(tensor)
+
+
 class TinyTask:
-    """Options: units, width, seed, ``fail_load``: an error to raise, ``fail_load_of``: only in the worker of this name.
-    See ``cluster.task.Task``.
+    """Options: units, width, seed, ``fail_load``: an error to raise, ``fail_load_of``: only in the worker of this name,
+    ``fill_seconds``: what filling the store takes for each weight. See ``cluster.task.Task``.
 
     Items: ``steps`` forwards of ``seconds`` each; ``fail`` raises; ``kill_once`` and ``hang_once`` name a file that is
     made before the worker kills itself or hangs, so that the second try goes well; ``kill`` kills it each time.
@@ -70,7 +85,17 @@ class TinyTask:
             raise RuntimeError(self._options["fail_load"])
         config = context.config.updated(include_patterns=("blocks.*",), resident_below_bytes=0)
         self._model = make_model(self._options)
-        flextensor.offload(self._model, config, name=context.manager_name)
+        source = None
+        if "fill_seconds" in self._options:
+            source = SlowSource(dict(self._model.state_dict()), float(self._options["fill_seconds"]))
+            self._model = self._model.to("meta")
+        flextensor.offload(
+            self._model,
+            config,
+            name=context.manager_name,
+            source=source,
+            progress=lambda progress: context.progress(str(progress)),
+        )
         self._manager = flextensor.get_offload_manager(context.manager_name)
 
     def warm_up(self, items: Sequence[Item]) -> None:
