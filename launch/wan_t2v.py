@@ -304,6 +304,7 @@ class WanT2VTask:
         lookup.device = where
         config = context.config.updated(
             include_patterns=("encoder.block.*",),
+            exclude_patterns=(),  # those given are of the transformers
             external_compile=False,
             max_gpu_mem_fraction=None,
             budget_bytes=_room_for_blocks(encoder, encoder.encoder.block, context.config),

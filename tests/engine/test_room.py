@@ -164,7 +164,7 @@ def test_weights_give_way_to_a_growing_cache_before_it_exceeds_the_share(device:
         include_patterns=["layers.*"],
         gpu_device=device,
         resident_below_bytes=0,
-        host_memory_bytes=total if device == "host" else None,
+        host_memory_bytes=total if device == "host" else 0,
         host_link_bytes_per_second=2e9,
         max_gpu_mem_fraction=limit / total,
     )
