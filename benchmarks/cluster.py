@@ -1,13 +1,14 @@
 """The cluster benchmark: many workers, one store, one coordinator; on the host device or on real GPUs.
 
     python -m benchmarks.cluster                                  # host devices here, about 2 minutes
+    python -m benchmarks.cluster --workers 4                      # rows for 1, 2 and 4 workers
     python -m benchmarks.cluster --device cuda --workers 2        # one worker a GPU, under 4 minutes on two H200
     python -m benchmarks.cluster --device cuda --workers 2 --num-gpus 0.5      # two workers on one GPU
     python -m benchmarks.cluster --tiny                           # small and quick, for CI
 
 Sections, in this order; each is a try of its own, and what was found is on disk after each: llama (budgets x workers,
-replans under load, a killed worker, host memory, the coordinator's cost), contention (a plan from solo against one from
-joint measurements), stack (the engine model), simulated (1024 GPUs), rounds (light actors).
+the coordinator's cost, replans under load, a killed worker, host memory by the number of workers), contention (a plan
+from solo against one from joint measurements), stack (the engine model), simulated (1024 GPUs), rounds (light actors).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Run:
             },
             "status": {},
             "scaling": [],
+            "memory_by_workers": [],
         }
 
     def section(self, name: str, work: Callable[[], None]) -> bool:
@@ -106,13 +108,13 @@ class Run:
             self.data["setup_seconds"] = {"llama": made.setup_seconds}
             self.data["scaling"] += sections.scaling(made, "llama", given.budgets, given.seconds)
             self.write()
-            self.data["memory"] = sections.memory(made)
             self.data["coordinator"] = sections.coordinator_cost(made, given.seconds)
             made.replan(budget=0.5)
             expected, self.data["verified"] = jobs.quiet(made, given.steps)
             self.data["replans"] = jobs.replans(made, given.steps, expected, given.replans)
             self.write()
             self.data["kill"] = jobs.killed_worker(made, given.steps, expected)
+            self.data["memory_by_workers"] += sections.memory_by_workers(made, "llama")
 
     def stack(self) -> None:
         """The engine model: what the link does."""
@@ -122,8 +124,8 @@ class Run:
         with rig(self.crew("stack")) as made:
             self.data["setup_seconds"] = self.data.get("setup_seconds", {}) | {"stack": made.setup_seconds}
             self.data["scaling"] += sections.scaling(made, "stack", self.given.budgets, self.given.seconds)
-            self.data["memory_stack"] = sections.memory(made)
-            self.data["coordinator_stack"] = sections.coordinator_cost(made, self.given.seconds, repeats=3)
+            self.data["coordinator_stack"] = sections.coordinator_cost(made, self.given.seconds)
+            self.data["memory_by_workers"] += sections.memory_by_workers(made, "stack")
 
     def contention(self) -> None:
         """Two workers on one GPU."""
@@ -160,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--device", choices=("host", "cuda"), default="host")
-    options.add_argument("--workers", type=int, default=2)
+    options.add_argument("--workers", type=int, default=2, help="rows for 1, 2, 4 ... up to so many")
     options.add_argument("--num-gpus", type=float, default=1.0, help="of each worker")
     options.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     options.add_argument("--budgets", type=float, nargs="+", help="shares of the weights; default 0.25 0.5 0.75")

@@ -144,14 +144,17 @@ class _Later:
 
 
 class SimulatedWorker:
-    """One GPU of the simulated cluster: a measured curve of its own, and plans that the real planner made.
+    """One worker of the simulated cluster, on GPU number ``gpu``: a measured curve of its own, and plans that the real
+    planner made.
 
     Each distinct profile is really solved once, beforehand and timed; a worker answers ``propose`` with that plan after
     that time, as on a machine of its own.
     """
 
-    def __init__(self, rank: int, curve: TransferCurve, solved: Callable[[Budget, float], tuple[Plan, float]]) -> None:
-        self._rank, self._curve, self._solved = rank, curve, solved
+    def __init__(
+        self, rank: int, gpu: int, curve: TransferCurve, solved: Callable[[Budget, float], tuple[Plan, float]]
+    ) -> None:
+        self._rank, self._gpu, self._curve, self._solved = rank, gpu, curve, solved
         self._epoch, self._staged = 1, 0
         for name in ("state_now", "measure", "propose", "prepare", "commit", "abort"):
             setattr(self, name, _Call(getattr(self, f"_{name}")))
@@ -160,10 +163,9 @@ class SimulatedWorker:
 
     def _state_now(self) -> WorkerState:
         node = f"node{self._rank // WORKERS_A_NODE}"
-        return WorkerState(self._rank, 1, 1000 + self._rank, node, f"GPU-{self._rank // 2}", "ready", epoch=self._epoch)
+        return WorkerState(self._rank, 1, 1000 + self._rank, node, f"GPU-{self._gpu}", "ready", epoch=self._epoch)
 
     def _measure(self, number: int) -> Measurement:
-        # Two workers a GPU: the coordinator has to find who shares a link.
         state = self._state_now()
         return Measurement(self._rank, state.node, state.device, self._curve, self._curve)
 
@@ -192,9 +194,10 @@ class SimulatedWorker:
 
 
 def simulated_cluster(
-    gpus: int = 1024, *, kinds: int = 4, cost_a_call: float = 0.0, blocks: int = 24
+    gpus: int = 1024, *, workers_a_gpu: int = 1, kinds: int = 4, cost_a_call: float = 0.0, blocks: int = 24
 ) -> dict[str, Any]:
-    """One joint replan of ``gpus`` workers. cost_a_call: processor seconds of the coordinator for a call through Ray
+    """One joint replan of all workers. kinds: of links, by how fast they are. workers_a_gpu: with more than one the
+    coordinator has to find who shares a link. cost_a_call: processor seconds of the coordinator for a call through Ray
     (``light_rounds`` measures it), which calls without Ray lack."""
     bandwidths = [55e9 / (1 + kind) for kind in range(kinds)]
     profile = simulated_profile(blocks)
@@ -213,10 +216,8 @@ def simulated_cluster(
         return solutions[nearest]
 
     workers = [
-        SimulatedWorker(
-            rank, TransferCurve.from_bandwidth(bandwidths[rank // 2 % kinds] * (1 - rank % 5 / 1e3)), solved
-        )
-        for rank in range(gpus)
+        SimulatedWorker(rank, gpu, TransferCurve.from_bandwidth(bandwidths[gpu % kinds] * (1 - rank % 5 / 1e3)), solved)
+        for rank, gpu in ((rank, rank // workers_a_gpu) for rank in range(gpus * workers_a_gpu))
     ]
 
     async def replan() -> tuple[ReplanOutcome, float, float]:
@@ -224,7 +225,7 @@ def simulated_cluster(
         await coordinator.start()
         first, _ = solutions[bandwidths[0]]
         states = [worker._state_now() for worker in workers]
-        await coordinator.seat(workers, states, [first] * gpus)
+        await coordinator.seat(workers, states, [first] * len(workers))
         began, cpu = time.perf_counter(), time.process_time()
         outcome = await coordinator.replan(ReplanRequest(budget=budget))
         took = time.perf_counter() - began, time.process_time() - cpu
@@ -237,10 +238,11 @@ def simulated_cluster(
         raise RuntimeError(f"the simulated cluster did not move as one: {outcome.reason}")
     by_gpu: dict[int, set[float]] = {}
     for worker in workers:
-        by_gpu.setdefault(worker._rank // 2, set()).add(worker.planned_for)
-    calls = (CALLS_A_ROUND + 1) * gpus
+        by_gpu.setdefault(worker._gpu, set()).add(worker.planned_for)
+    calls = (CALLS_A_ROUND + 1) * len(workers)
     return {
-        "gpus": gpus,
+        "gpus": len({worker._state_now().device for worker in workers}),
+        "workers": len(workers),
         "kinds": kinds,
         "tensors": len(profile.tensors),
         "slowest_solve_seconds": max(waited),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -172,47 +171,40 @@ def _middle(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def memory(made: Rig) -> dict[str, Any]:
-    """Host memory of the weights over all processes that hold them, against one copy."""
-    reports = ray.get([handle.report.remote() for handle in made.handles], timeout=120)
-    by_node = {report["node"]: report for report in reports}
-    pss = sum(report["weights_pss_bytes"] for report in by_node.values())
-    store = sum(report["store_bytes"] for report in by_node.values())
-    return {"nodes": len(by_node), "store_bytes": store, "weights_pss_bytes": pss, "copies": pss / store}
+def memory_by_workers(made: Rig, model: str) -> list[dict[str, Any]]:
+    """Host memory of the weights over all processes that hold them, against one copy: a row a number of workers. The
+    others have let go of theirs, so nothing else can be measured afterwards."""
+    rows = []
+    for count in reversed(counts_up_to(made.crew.workers)):
+        ray.get([handle.close.remote() for handle in made.handles[count:]], timeout=120)
+        reports = ray.get([handle.report.remote() for handle in made.handles[:count]], timeout=120)
+        by_node = {report["node"]: report for report in reports}
+        pss = sum(report["weights_pss_bytes"] for report in by_node.values())
+        store = sum(report["store_bytes"] for report in by_node.values())
+        row = {"model": model, "workers": count, "nodes": len(by_node), "store_bytes": store}
+        rows.append(row | {"weights_pss_bytes": pss, "copies": pss / store})
+    return rows[::-1]
 
 
-def coordinator_cost(made: Rig, seconds: float, *, repeats: int = 4) -> dict[str, Any]:
+def coordinator_cost(made: Rig, seconds: float) -> dict[str, Any]:
     """What the coordinator's questions at 1 s cost a step.
 
     cpu_share: processor time that one ``state`` call takes in the worker, a second: the most of a step that it can
-        delay. on, off: step seconds with the coordinator at work and stopped (SIGSTOP), in turn.
+        delay. (It is not told from steps with the coordinator at work and stopped: they differ by less than steps do
+        from one second to the next.) coordinator_cpu_share: what the coordinator itself takes of a core meanwhile.
     """
     worker = psutil.Process(process_id(made.handles[0]))
     coordinator = psutil.Process(process_id(made.coordinator))
-    calls = 40
+    calls = 100
     before = sum(worker.cpu_times()[:2])
     for _ in range(calls):
         ray.get(made.handles[0].state.remote(), timeout=60)
     spent = sum(worker.cpu_times()[:2]) - before
-    took: dict[str, list[float]] = {"on": [], "off": []}
-    watched = sum(coordinator.cpu_times()[:2])
-    began = time.monotonic()
-    everyone = range(made.crew.workers)
-    for _ in range(repeats):
-        for which in ("on", "off"):
-            if which == "off":
-                coordinator.send_signal(signal.SIGSTOP)
-            try:
-                readings = made.measure(everyone, seconds)
-            finally:
-                coordinator.send_signal(signal.SIGCONT)
-            took[which].append(max(reading.seconds / reading.steps for reading in readings))
-    on, off = min(took["on"]), min(took["off"])  # what disturbs a measurement only adds to it
+    watched, began = sum(coordinator.cpu_times()[:2]), time.monotonic()
+    made.measure(range(made.crew.workers), 2 * seconds)
     return {
         "interval_seconds": 1.0,
+        "calls": calls,
         "cpu_share": spent / calls,
         "coordinator_cpu_share": (sum(coordinator.cpu_times()[:2]) - watched) / (time.monotonic() - began),
-        "step_seconds_on": on,
-        "step_seconds_off": off,
-        "step_share": on / off - 1 if off else None,
     }

@@ -152,21 +152,21 @@ def _small(data: dict[str, Any]) -> list[str]:
         rows.append(
             ["items of that job, different, failed", f"{kill['items']}, {len(kill['different'])}, {kill['failed']}"]
         )
-    for key in ("memory", "memory_stack"):
-        if (memory := data.get(key)) is not None:
-            text = f"{memory['weights_pss_bytes'] / GIB:.3f} of {memory['store_bytes'] / GIB:.3f} GiB"
-            rows.append([f"host memory of the weights ({key})", f"{text}: {memory['copies']:.3f} copies"])
+    for one in data.get("memory_by_workers", []):
+        text = f"{one['weights_pss_bytes'] / GIB:.3f} of {one['store_bytes'] / GIB:.3f} GiB"
+        what = f"{one['model']}: host memory of the weights, workers: {one['workers']}"
+        rows.append([what, f"{text}: {one['copies']:.3f} copies"])
     for key, model in (("coordinator", "llama"), ("coordinator_stack", "stack")):
         if (cost := data.get(key)) is not None:
             rows.append(
                 [f"{model}: coordinator at 1 s, worker's CPU in its questions", f"{cost['cpu_share']:.2%} of a step"]
             )
-            rows.append([f"{model}: coordinator on against stopped, step", _number(cost["step_share"], "+.2%")])
             rows.append([f"{model}: coordinator's own CPU", f"{cost['coordinator_cpu_share']:.2%} of a core"])
     if (found := data.get("simulated")) is not None:
         text = f"{found['seconds']:.2f} s, {found['slowest_solve_seconds']:.2f} s of it the planner, "
         text += f"{found['coordinator_cpu_seconds']:.2f} s CPU; with Ray's calls {found['seconds_with_ray']:.2f} s"
-        rows.append([f"joint replan of {found['gpus']} simulated GPUs", text])
+        who = f"{found['gpus']} simulated GPUs with {found['workers']} workers"
+        rows.append([f"joint replan of {who}", text])
     return ["## Figures", "", *_table(["what", "measured"], rows)] if rows else []
 
 
