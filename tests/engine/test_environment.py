@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
 import flextensor as ft
 
@@ -80,11 +81,14 @@ def test_a_variable_can_say_none(field: str, text: str, monkeypatch, tmp_path) -
 )
 def test_a_misspelt_variable_is_an_error_that_names_the_nearest(variable: str, nearest: str, monkeypatch) -> None:
     monkeypatch.setenv(variable, "1")
-    for read in (ft.load_config, ft.load_config_from_env):
-        with pytest.raises(
-            ft.ConfigError, match=rf"unknown environment variable '{variable}'; did you mean '{nearest}'"
-        ):
+    says = rf"unknown environment variable '{variable}'; did you mean '{nearest}'"
+    for read in (ft.load_config, ft.load_config_from_env, offload_with_a_configuration_of_its_own):
+        with pytest.raises(ft.ConfigError, match=says):
             read()
+
+
+def offload_with_a_configuration_of_its_own() -> None:
+    ft.offload(nn.Sequential(nn.Linear(4, 4)), ft.OffloadConfig(include_patterns=["0"], gpu_device="host"))
 
 
 def test_a_value_that_cannot_be_names_the_field_and_the_value(monkeypatch) -> None:

@@ -14,7 +14,7 @@ from torch._inductor.virtualized import V
 import flextensor as ft
 from flextensor.offload_manager import get_offload_manager
 from flextensor.runtime import ops
-from tests.integration.L0_torch_compile.checks import assert_equal_while_streaming, to_inference
+from tests.integration.L0_torch_compile.checks import assert_equal_while_streaming, on_the_host, to_inference
 from tests.integration.L0_torch_compile.models import DIM, InPlace, Int8Block, TwoOutputs, inputs, pair, streaming
 
 
@@ -43,6 +43,7 @@ def test_weight_reads_stay_between_the_ops(device, block) -> None:
         assert torch.equal(model(x), twin(x))
 
 
+@on_the_host
 @pytest.mark.parametrize(("what", "right"), [("weights", True), ("activation", False)])
 def test_only_mutated_weights_keep_their_reads_behind_the_first_op(device, what, right) -> None:
     layer, unit = Int8Block().to(device), ops.register_boundary(_silent)
@@ -60,6 +61,7 @@ def test_only_mutated_weights_keep_their_reads_behind_the_first_op(device, what,
     assert (outside == []) is right
 
 
+@on_the_host
 def test_only_all_outputs_keep_weight_reads_before_the_last_op(device) -> None:
     layer, unit = TwoOutputs().to(device), ops.register_boundary(_silent)
 
@@ -85,7 +87,7 @@ def reads_outside_the_ops(activation: torch.Size) -> Iterator[list[str]]:
     def look_then_generate(self: scheduler.Scheduler) -> None:
         boundary = {}
         for node in self.nodes:
-            overload = getattr(node.node, "op_overload", None)
+            overload = getattr(getattr(node, "node", None), "op_overload", None)
             if overload in (torch.ops.flextensor.pre_compute.default, torch.ops.flextensor.post_compute.default):
                 boundary[overload] = node
         assert len(boundary) == 2, "an op was dropped from the graph"
@@ -120,13 +122,15 @@ class Writer(nn.Module):
         self.state.copy_(self.lin(self.state))
 
 
+@on_the_host
 def test_a_unit_without_tensors_in_somebodys_graph_is_refused_with_the_way_that_works(device) -> None:
     model = nn.ModuleList(Writer() for _ in range(3)).eval().requires_grad_(False)
-    ft.offload(model, ft.OffloadConfig(include_patterns=["*"], resident_below_bytes=0))
+    ft.offload(model, streaming(model, include_patterns=["*"], resident_below_bytes=0))
     with pytest.raises(RuntimeError, match=r"in place \(`module.compile\(\)`\)"):
         torch.compile(lambda: model[0](), fullgraph=True, backend="eager")()
 
 
+@on_the_host
 def test_a_backend_that_copies_the_weights_of_a_traced_unit_is_refused(device) -> None:
     model, twin = pair()
     ft.offload(model, streaming(model))

@@ -34,6 +34,7 @@ def compile_all(om: ft.OffloadManager) -> None:
         module.compile(fullgraph=True, backend="aot_eager")
 
 
+@on_the_host
 @pytest.mark.parametrize("path", ["compile_fn", "external"])
 def test_without_discovery_the_first_call_is_profiling(device, path) -> None:
     model, twin = pair()
@@ -76,6 +77,7 @@ def test_from_a_saved_profile_the_first_call_is_planned_and_right(device, path, 
     assert (report.compiled + report.shared, report.eager, report.pending) == (6, 0, 0)
 
 
+@on_the_host
 def test_a_step_that_raises_does_not_count_in_the_tail(device) -> None:
     model, twin = external(device)
     om = get_offload_manager()
@@ -166,7 +168,7 @@ class Marked(nn.Module):
 
 def test_the_managers_own_block_and_timing_table_are_the_modules(device) -> None:
     model = Marked().eval().requires_grad_(False)
-    om = ft.init(model, ft.OffloadConfig(resident_below_bytes=0, offload_timing="eager"))
+    om = ft.init(model, streaming(model, include_patterns=[], budget_bytes=None, offload_timing="eager"))
     for _ in range(om.iters_before_inference + 2):
         model(inputs(device))
     table = om.format_offload_timing_table()

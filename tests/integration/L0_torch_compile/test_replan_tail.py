@@ -193,6 +193,7 @@ def test_arming_the_manual_tail_forgets_what_was_measured_before(device) -> None
     assert not om.sampled_steps()
 
 
+@on_the_host
 def test_a_manual_tail_without_a_timed_step_is_refused_and_can_be_retried(device, caplog) -> None:
     model, twin, om = replayable(device)
     to_inference(model, device)

@@ -345,11 +345,12 @@ def test_units_that_dequantise_first_or_return_two_tensors_are_right_on_both_pat
     assert om.compile_report().graphs == 2
 
 
+@on_the_host
 def test_release_leaves_plain_modules_that_compile(device) -> None:
     model, twin = external(device)
     model(inputs(device))
     ft.release()
     assert type(model.layers[0]) is Block
     x = torch.randn(2, 16, 64)
-    assert torch.equal(model(x), copy.deepcopy(twin).to("cpu")(x)) or device.type == "cuda"
+    assert torch.equal(model(x), copy.deepcopy(twin)(x))
     assert torch.compile(model, backend="aot_eager")(x).shape == (2, 16, 8)
