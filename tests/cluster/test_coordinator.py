@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -97,13 +98,16 @@ def test_a_late_worker_stops_the_round_and_nobody_moves(start_run: Callable[...,
     run = start_run(items, batch=1, prepare_timeout=0.1)
     outcomes: list[ReplanOutcome] = []
     epochs: list[set[int]] = []
+    torch_there: list[bool] = []
 
     def work() -> None:
         outcomes.append(replan(run, budget=0.9, measure=False))
         epochs.append({state.epoch for state in status_of(run).workers})
+        torch_there.append(ray.get(run.coordinator.__ray_call__.remote(lambda actor: "torch" in sys.modules)))
 
     run_with(run, work)
     assert_all_right(run)
+    assert torch_there == [False], "a coordinator that has seen plans makes no CUDA context"
     assert not outcomes[0].committed and "step boundary" in outcomes[0].reason
     assert outcomes[0].epoch == 1 and epochs == [{1}]
     refused = [event for event in events_of(run) if event["event"] == "replan_refused"]

@@ -28,7 +28,7 @@ import ray
 
 from cluster.messages import Item, ReplanOutcome, ReplanRequest
 from cluster.session import RESTARTS
-from flextensor.store.inventory import list_stores
+from flextensor.store.inventory import StoreEntry, list_stores
 from tests.cluster.conftest import Run
 from tests.cluster.test_batch_job import assert_all_right, events_of
 
@@ -44,6 +44,8 @@ KILL_EVERY = 9.0
 FAST_LINK = 4e9
 WARM_SAMPLES = 4
 """The first samples of a process are of its start; growth is counted from here."""
+LEAST_SAMPLES = {"worker": 3, "coordinator": 3, "driver": 3 * WARM_SAMPLES}
+"""Of the process that lived longest: workers and coordinators are killed every few seconds."""
 MOST_AWAY = 60.0
 """Seconds in which a worker that was killed, its coordinator too, must work again; on a busy machine."""
 
@@ -70,6 +72,10 @@ class Footprint:
             return 0, 0
         first, last = settled[:third], settled[-third:]
         return tuple(min(s[at] for s in last) - max(s[at] for s in first) for at in (0, 1))  # type: ignore[return-value]
+
+
+def stores_of_the_run() -> list[StoreEntry]:
+    return [entry for entry in list_stores("/dev/shm") if entry.namespace == "tests"]
 
 
 class Chaos:
@@ -136,9 +142,10 @@ class Chaos:
                 if state.phase == "ready":
                     self._ready_at[state.rank] = now
                     self._footprint("worker", state.pid)
+            pid = ray.get(self.run.coordinator.__ray_call__.remote(lambda actor: os.getpid()), timeout=10)
+            self._footprint("coordinator", pid)
         self._footprint("driver", os.getpid())
-        stores = [entry for entry in list_stores("/dev/shm") if entry.namespace == "tests"]
-        self.most_stores = max(self.most_stores, len(stores))
+        self.most_stores = max(self.most_stores, len(stores_of_the_run()))
 
     def _footprint(self, what: str, pid: int) -> None:
         self.footprints.setdefault((what, pid), Footprint()).take(pid)
@@ -237,7 +244,11 @@ def soak(start_run: Callable[..., Run], seconds: float, seed: int, *, items_a_se
         grown, files = footprint.growth()
         assert grown < GROWN_BYTES, f"{what} {pid} grew by {grown} bytes: {footprint.samples}; {said}"
         assert files < GROWN_FILES, f"{what} {pid} opened {files} files: {footprint.samples}; {said}"
-    assert any(len(footprint.samples) > 3 * WARM_SAMPLES for footprint in chaos.footprints.values()), said
+    for looked_at in ("worker", "coordinator", "driver"):
+        samples = [len(footprint.samples) for (what, _), footprint in chaos.footprints.items() if what == looked_at]
+        assert max(samples, default=0) > LEAST_SAMPLES[looked_at], f"{looked_at}: {samples}; {said}"
+    run.close()
+    assert stores_of_the_run() == [], said
     return chaos
 
 
