@@ -174,7 +174,7 @@ def test_a_worker_that_gives_way_in_the_step_that_is_waited_for_does_not_agree(w
         except Refused as refused:
             refusals.append(str(refused))
 
-    lease = Lease(0, ({"id": "a", "steps": 3, "seconds": 1.0},))
+    lease = Lease(0, ({"id": "a", "steps": 2, "seconds": 1.0},))
     running, preparing = threading.Thread(target=worker.run, args=(lease,)), threading.Thread(target=prepare)
     before = worker.state().steps
     running.start()
@@ -205,7 +205,7 @@ def test_without_a_budget_a_plan_keeps_to_what_the_device_and_the_configuration_
     """A link so slow that latency mode wants all weights on a device that takes not much more than half of them."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     memory = int(TINY_BYTES * (0.7 if share is None else 1.4))
-    config = OffloadConfig(host_link_bytes_per_second=1e6, host_memory_bytes=memory, max_gpu_mem_fraction=share)
+    config = OffloadConfig(host_link_bytes_per_second=1e7, host_memory_bytes=memory, max_gpu_mem_fraction=share)
     worker = Worker(start_of(budget=None, config=config))
     try:
         worker.setup()

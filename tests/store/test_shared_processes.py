@@ -18,7 +18,7 @@ from flextensor.store.memory import weights_pss
 from tests.store.holder import Holder
 from tests.store.small_models import same, small_weights, units_of
 
-DELAY = 0.15
+DELAY = 0.1
 """Seconds before each of 14 tensors: a filling that a test can interrupt."""
 
 
