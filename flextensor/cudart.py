@@ -62,6 +62,7 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     ]
     library.cudaMemcpyAsync.restype = ctypes.c_int
     library.cudaEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.cudaStreamCreateWithFlags.argtypes = [ctypes.c_void_p, ctypes.c_uint]
     library.cudaStreamWaitEvent.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
     library.cudaGetErrorString.restype = ctypes.c_char_p
     library.cudaGetLastError.restype = ctypes.c_int

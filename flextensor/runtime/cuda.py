@@ -1,7 +1,14 @@
-"""The CUDA device: streams, events and memory of one GPU through torch.cuda."""
+"""The CUDA device: streams, events and memory of one GPU through torch.cuda.
+
+[Note: streams of our own] torch hands out the same 32 streams of a GPU in turn, also to a CUDA graph's capture: a copy
+stream among them may be somebody else's compute stream, and a capture on it fails. Ours are made apart from them, and
+used again when nobody holds them any more; they are never destroyed, since work may still be queued on one.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +16,12 @@ import torch
 
 from flextensor.cudart import HOST_TO_DEVICE, batch_of_copies, copies_in_batches, cuda_runtime, raise_error
 from flextensor.runtime.device import copy_each
+
+NON_BLOCKING = 1
+"""cudaStreamNonBlocking: does not wait for the default stream."""
+
+_idle_streams: dict[int, list[torch.cuda.Stream]] = {}
+"""By GPU."""
 
 
 class CudaEvent:
@@ -40,7 +53,7 @@ class CudaEvent:
 class CudaStream:
     """A CUDA stream: the caller's current one, or one of our own for copies. ``key`` tells two streams apart."""
 
-    __slots__ = ("_runtime", "key", "raw")
+    __slots__ = ("__weakref__", "_runtime", "key", "raw")
 
     def __init__(self, raw: torch.cuda.Stream) -> None:
         self.raw = raw
@@ -129,7 +142,7 @@ class CudaDevice:
         self.external_events = external_events
         self._streams: dict[int, CudaStream] = {}
         self._several = torch.cuda.device_count() > 1
-        self._first_records = torch.cuda.Stream(device=self.index)
+        self._first_records = self.new_stream()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -143,14 +156,33 @@ class CudaDevice:
         return stream
 
     def new_stream(self) -> CudaStream:
-        return CudaStream(torch.cuda.Stream(device=self.index))
+        """See [Note: streams of our own]."""
+        idle = _idle_streams.setdefault(self.index, [])
+        try:
+            raw = idle.pop()
+        except IndexError:
+            raw = self._made_apart()
+        stream = CudaStream(raw)
+        weakref.finalize(stream, idle.append, raw).atexit = False
+        return stream
+
+    def _made_apart(self) -> torch.cuda.Stream:
+        torch.cuda.current_stream(self.index)  # the context, and with it the runtime
+        runtime = cuda_runtime()
+        if runtime is None:
+            return torch.cuda.Stream(device=self.index)
+        handle = ctypes.c_void_p()
+        with torch.cuda.device(self.index):
+            if code := runtime.cudaStreamCreateWithFlags(ctypes.byref(handle), NON_BLOCKING):
+                raise_error("cudaStreamCreateWithFlags", code)
+        return torch.cuda.ExternalStream(handle.value, device=self.index)
 
     def new_event(self, *, timed: bool) -> CudaEvent:
         """One without time is recorded and waited for without torch, which takes less of the host's time; the runtime
         looks at the thread's current GPU then, so only where there is no other. A capture cannot make one so."""
         if timed or self._several or cuda_runtime() is None or self.is_capturing():
             return CudaEvent(timed=timed, external=timed and self.external_events)
-        return CudaEvent(timed=False, ordering=self._first_records)
+        return CudaEvent(timed=False, ordering=self._first_records.raw)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.index)

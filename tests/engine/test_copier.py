@@ -50,3 +50,15 @@ def test_a_batch_that_fails_says_so_and_leaves_no_pending_error() -> None:
     with pytest.raises(RuntimeError, match=f"a batch failed with {code}"):
         raise_error("a batch", code)
     assert torch.equal(torch.ones(4, device="cuda").cpu(), torch.ones(4))
+
+
+@pytest.mark.gpu
+def test_copy_streams_are_nobody_elses_and_are_used_again() -> None:
+    """torch gives out the same few streams in turn, also for a capture."""
+    device = CudaDevice(0)
+    ours = [device.new_stream() for _ in range(3)]
+    keys = {stream.key for stream in ours}
+    theirs = {torch.cuda.Stream(priority=priority).cuda_stream for priority in (0, -1) for _ in range(64)}
+    assert len(keys) == 3 and not keys & theirs
+    ours.clear()
+    assert {device.new_stream().key for _ in range(8)} <= keys

@@ -236,7 +236,7 @@ def test_budgets_are_capped_by_what_is_free(
     assert opened.peak_bytes() - getattr(opened, "before", 0) <= room + rounded
     held = one.manager.report()["device_weight_bytes"]
     assert held <= room
-    if asked != {"budget": None}:
+    if asked != {"budget": None} and device == "host":  # what torch keeps on a GPU beside is of the same size
         assert held >= 0.7 * room, "what is free is used"
 
 

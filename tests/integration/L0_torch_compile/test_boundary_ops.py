@@ -35,7 +35,8 @@ def test_weight_reads_stay_between_the_ops(device, block) -> None:
     for call in range(12):
         at, x = (call + 1) % 4, inputs(device)
         for one, other in zip(regions[at](x), expected[at](x), strict=True):
-            assert torch.equal(one, other)
+            # Where ours has an op, the twin's kernel goes on: on a GPU a product and a sum may become one rounding.
+            torch.testing.assert_close(one, other, rtol=1e-5 if x.is_cuda else 0, atol=1e-5 if x.is_cuda else 0)
     assert om.live().copied_bytes_total - before.copied_bytes_total >= om.plan.streamed_bytes
     assert om.live().unforeseen_visits == 0
     for _ in range(3):

@@ -210,12 +210,13 @@ def test_the_profile_has_the_compiled_units_times_or_the_eager_ones_until_a_repl
     om = to_inference(model, device)
     assert om.profile is not None
     if mode == "getter":
-        assert min(om.profile.kinds[0].compute) < 0.02
+        assert min(om.profile.kinds[0].compute) < 0.5 * 0.02
         for _ in range(om.request_strategy_replan()):
             model(inputs(device))
-    assert min(om.profile.kinds[0].compute) >= 0.02
+    # A GPU's events are early by what is queued before them.
+    assert min(om.profile.kinds[0].compute) >= 0.9 * 0.02
     assert om.plan is not None and om.plan.prediction is not None
-    assert om.plan.prediction.step_seconds >= 6 * 0.02
+    assert om.plan.prediction.step_seconds >= 0.9 * 6 * 0.02
 
 
 # ---- external compile
