@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 import ray
 
 from cluster.messages import ReplanRequest
-from flextensor.store.inventory import StoreEntry, list_stores, remove_store
+from flextensor.store.inventory import list_stores
 from tests.launch.conftest import Job, end_of, start_command
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray_launch")]
@@ -107,33 +109,33 @@ def test_two_workers_with_a_replan_in_the_middle_beside_a_second_run(
 
 
 @pytest.fixture
-def stores_left() -> Iterator[Callable[[], list[str]]]:
-    """The states of the runs' stores; those that are left are removed at the end."""
-
-    def ours() -> list[StoreEntry]:
-        return [entry for entry in list_stores("/dev/shm") if entry.namespace == "launch-tests"]
-
-    yield lambda: [entry.state for entry in ours()]
-    for entry in ours():
-        remove_store(entry)
+def stores() -> Iterator[Path]:
+    """A folder of this test's own for stores: a start of any run removes what dead ones have left beside its own."""
+    folder = Path(tempfile.mkdtemp(prefix="flextensor-tests-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
 
 
 def test_a_killed_job_resumes_with_every_item_once_from_the_store_that_it_left(
-    local_ray: str, make_job: Callable[..., Job], stores_left: Callable[[], list[str]]
+    local_ray: str, make_job: Callable[..., Job], stores: Path
 ) -> None:
+    def left() -> list[str]:
+        return [entry.state for entry in list_stores(str(stores))]
+
     job = make_job(items=18, **SLOW)
-    process = job.start("--address", local_ray, "--namespace", "killed", "--keep-store")
+    ours = ("--address", local_ray, "--keep-store", "--set", f"offload.shm_dir={stores}", "--namespace")
+    process = job.start(*ours, "killed")
     wait_for(lambda: lines_in(job.output) >= 3)
     process.kill()
     process.communicate()
     with open(job.output, "ab") as output:
         output.write(b'{"id": "item-1", "answer": "torn')
     kept = job.output.read_bytes().splitlines(keepends=True)[:3]
-    wait_for(lambda: stores_left() == ["dead"])
-    code, out, err = end_of(job.start("--address", local_ray, "--namespace", "resumed", "--keep-store"))
+    wait_for(lambda: left() == ["dead"])
+    code, out, err = end_of(job.start(*ours, "resumed"))
     assert code == 0, out + err
     assert [detail["engine"]["store"]["created_by_us"] for detail in report_of(job)["details"]] == [False, False]
-    assert stores_left() == ["kept"], "for a warm start: that is what --keep-store is for"
+    assert left() == ["kept"], "for a warm start: that is what --keep-store is for"
     assert "are finished" in out
     assert set(job.answers()) == set(job.ids)
     assert job.output.read_bytes().splitlines(keepends=True)[:3] == kept
