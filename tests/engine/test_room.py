@@ -235,7 +235,7 @@ def test_no_step_exceeds_the_share_before_the_first_plan_at_it_or_at_a_replan(de
         plan, copied = manager.plan, manager.live().copied_bytes_total
         assert plan is not None and manager.profile.activation_bytes >= weights // 6
         assert plan.streamed_bytes > 0 and 0.5 * weights < plan.weight_bytes < 0.9 * weights - weights // 6
-        for budget in (0.4, None, 0.3, plan.budget_bytes):
+        for budget in (0.4, 0.5, 0.3, plan.budget_bytes):
             manager.replan(budget)
             peaks(3)
         assert manager.epoch == 5 and manager.live().copied_bytes_total > copied
