@@ -40,7 +40,7 @@ def clear_errors() -> Iterator[None]:
         _line(str(error))
         raise typer.Exit(BAD_INPUT) from None
     except NoWorkers as error:
-        by_user = isinstance(error.cause, USER_ERRORS)
+        by_user = isinstance(error.cause, USER_ERRORS) or _is_of_the_store(error.cause)
         _line(str(error.cause) if by_user else str(error))
         raise typer.Exit(BAD_INPUT if by_user else FAILED) from None
     except RayStartError as error:
@@ -88,3 +88,10 @@ def signals_held() -> Iterator[None]:
 
 def _line(text: str) -> None:
     print("flextensor: " + " ".join(text.split()), file=sys.stderr, flush=True)
+
+
+def _is_of_the_store(error: object) -> bool:
+    """True where the host store has no room, or is not the user's: the message says what to do. Such an error has
+    come from a worker; to look for one must not import the store, and torch with it, into every command."""
+    errors = sys.modules.get("flextensor.store.errors")
+    return errors is not None and isinstance(error, errors.StoreSpaceError | errors.StoreAccessError)

@@ -22,6 +22,9 @@ class StoreSpaceError(StoreError):
         self.needed = needed
         self.free = free
 
+    def __reduce__(self) -> tuple[type[StoreSpaceError], tuple[str, int, int]]:
+        return type(self), (str(self), self.needed, self.free)  # it crosses processes
+
 
 class StoreTimeoutError(StoreError):
     """Another process fills the store and was not done within ``wait_timeout``."""
@@ -36,6 +39,9 @@ class StoreCorruptError(StoreError):
     def __init__(self, message: str, tensors: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.tensors = tensors
+
+    def __reduce__(self) -> tuple[type[StoreCorruptError], tuple[str, tuple[str, ...]]]:
+        return type(self), (str(self), self.tensors)
 
 
 class StoreAccessError(StoreError):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
+from cluster.pool import NoWorkers
+from flextensor.store import StoreSpaceError
 from launch.cli import app
+from launch.errors import clear_errors
 from tests.launch.conftest import ROOT, Job
 
 
@@ -21,6 +26,15 @@ def refused(*arguments: str) -> str:
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1, lines
     return lines[0]
+
+
+def test_a_store_without_room_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """A worker's error, as it comes from the worker."""
+    error = pickle.loads(pickle.dumps(StoreSpaceError("512 bytes are needed, 64 are free: --shm-size=1g", 512, 64)))
+    with pytest.raises(typer.Exit) as caught, clear_errors():
+        raise NoWorkers("no worker is left; the last one failed", error)
+    assert caught.value.exit_code == 2
+    assert capsys.readouterr().err == "flextensor: 512 bytes are needed, 64 are free: --shm-size=1g\n"
 
 
 def test_a_model_directory_that_is_not_there(make_job: Callable[..., Job], tmp_path: Path) -> None:

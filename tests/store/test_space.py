@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
-from flextensor.store import StoreAccessError, StoreSpaceError, TensorSource, shared_store
+from flextensor.store import StoreAccessError, StoreCorruptError, StoreSpaceError, TensorSource, shared_store
 from flextensor.store.filling import Reader
 from flextensor.store.layout import StoredTensor
 from flextensor.store.places import NamedFile
@@ -27,6 +28,13 @@ def test_a_model_larger_than_the_tmpfs_is_refused(small_tmpfs: str) -> None:
     assert 63 << 20 < caught.value.free <= 64 << 20
     assert small_tmpfs in str(caught.value)
     assert os.listdir(small_tmpfs) == []
+    told = pickle.loads(pickle.dumps(caught.value))  # as a worker tells it to the command that started it
+    assert (str(told), told.needed, told.free) == (str(caught.value), caught.value.needed, caught.value.free)
+
+
+def test_a_corrupt_store_names_its_weights_in_another_process_too() -> None:
+    told = pickle.loads(pickle.dumps(StoreCorruptError("unit 'a' is wrong", ("a.w", "a.b"))))
+    assert type(told) is StoreCorruptError and str(told) == "unit 'a' is wrong" and told.tensors == ("a.w", "a.b")
 
 
 def test_the_same_model_fits_as_a_memfd(small_tmpfs: str) -> None:
