@@ -153,5 +153,5 @@ prediction from compute and copies under the plan itself, as the report gives it
 set-up: from the model in host memory to the first planned step. replan: solving, moving and the first step under the
 new plan. identical: equal to the resident model's output, bit for bit (else the largest difference). host: host time
 of everything that offloading adds to a unit's call, without the model's own work between; loader: of the loader alone,
-within the model's steps. Each is of the second of two steps, the device idle before the first.
+within the model's steps. Each is of one step, the device idle before it and the host busy.
 """

@@ -42,7 +42,7 @@ HEATING_SECONDS = 6.0
 """Of the twin's steps before the first timed block: a GPU that was idle has higher clocks for about so long."""
 SUSTAINED_SECONDS = 0.3
 """Of steps before another plan is asked for: one comes in the midst of a job's work, not after a pause."""
-HOST_STEPS = 3
+HOST_STEPS = 5
 SAMPLED_STEPS = SETTLED_SAMPLES
 """Timed visit by visit after each block, to say where its time goes."""
 
@@ -277,17 +277,25 @@ class Sweep:
         return found / len(visits), in_steps / len(visits)
 
     def _seconds_of(self, run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-        """Seconds that ``clock`` counts of ``run``, the median of a few. The device is idle before, and a ``run`` that
-        does not count comes first: a host that has waited for the device is slower for a while."""
+        """Seconds that ``clock`` counts of ``run``, the median of a few."""
+        run()
         samples = []
         for _ in range(HOST_STEPS):
-            self.device.synchronize()
-            run()
+            self._wait_busily()
             start = clock()
             run()
             samples.append(clock() - start)
         self.device.synchronize()
         return median(samples)
+
+    def _wait_busily(self) -> None:
+        """Until the device is idle, so that its queues have room, without a pause of the host, which would be slower
+        after it: as it works in a job, it has just worked."""
+        for stream in (self.device.compute_stream(), self.manager._execution.copy_stream):
+            event = self.device.new_event(timed=True)
+            stream.record(event)
+            while not event.query():
+                pass
 
     # ---- the step's time
 
