@@ -148,6 +148,28 @@ def test_a_smaller_plan_asked_for_while_a_step_runs_out_of_memory_stays(pair: Ma
     assert one.manager.plan is asked[0]
 
 
+def offload_within(
+    model: Blocks, device: str, room: int, *, name: str, resident_below_bytes: int
+) -> tuple[ft.OffloadManager, int]:
+    """The model offloaded to a share of the device that leaves it ``room`` bytes; its manager, and that share's bytes,
+    with what this process has there already."""
+    taken, total = 0, 4 * sum(p.numel() * 4 for p in model.parameters())
+    if device == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        taken = torch.cuda.memory_allocated()
+    limit = taken + room
+    config = ft.OffloadConfig(
+        include_patterns=["layers.*"],
+        gpu_device=device,
+        resident_below_bytes=resident_below_bytes,
+        host_memory_bytes=total if device == "host" else 0,
+        host_link_bytes_per_second=2e9,
+        max_gpu_mem_fraction=limit / total,
+    )
+    ft.offload(model, config, name=name)
+    return ft.get_offload_manager(name), limit
+
+
 @pytest.mark.parametrize("device", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_weights_give_way_to_a_growing_cache_before_it_exceeds_the_share(device: str) -> None:
     """Steps of one kind that keep a little more each time, as a cache of keys and values does."""
@@ -155,21 +177,7 @@ def test_weights_give_way_to_a_growing_cache_before_it_exceeds_the_share(device:
     model = Blocks(width=width, inner=131 if device == "host" else 4096).requires_grad_(False)
     reference = copy.deepcopy(model).to("cpu" if device == "host" else device)
     weights = sum(p.numel() * 4 for p in model.parameters())
-    taken, total = 0, 4 * weights
-    if device == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        taken = torch.cuda.memory_allocated()
-    limit = taken + weights
-    config = ft.OffloadConfig(
-        include_patterns=["layers.*"],
-        gpu_device=device,
-        resident_below_bytes=0,
-        host_memory_bytes=total if device == "host" else 0,
-        host_link_bytes_per_second=2e9,
-        max_gpu_mem_fraction=limit / total,
-    )
-    ft.offload(model, config, name="cache")
-    manager = ft.get_offload_manager("cache")
+    manager, limit = offload_within(model, device, weights, name="cache", resident_below_bytes=0)
     cache: list[torch.Tensor] = []
     try:
         x = torch.randn(8, width, device=reference.layers[0].up.weight.device)
@@ -188,7 +196,14 @@ def test_weights_give_way_to_a_growing_cache_before_it_exceeds_the_share(device:
         ft.release("cache")
 
 
-@pytest.mark.parametrize("device", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+LATENCY_EXCEEDS = pytest.mark.xfail(
+    reason="replan(None) does not look at max_gpu_mem_fraction: a GPU's fast compute makes that plan a large one",
+    raises=AssertionError,
+    strict=True,
+)
+
+
+@pytest.mark.parametrize("device", ["host", pytest.param("cuda", marks=[pytest.mark.gpu, LATENCY_EXCEEDS])])
 def test_no_step_exceeds_the_share_before_the_first_plan_at_it_or_at_a_replan(device: str) -> None:
     """What a step needs beside the weights is a sixth of them: without its measurement the share would be exceeded."""
     width, inner, rows = (48, 131, 8) if device == "host" else (1024, 4096, 512)
@@ -197,21 +212,7 @@ def test_no_step_exceeds_the_share_before_the_first_plan_at_it_or_at_a_replan(de
     reference = copy.deepcopy(model).to("cpu" if device == "host" else device)
     x = torch.randn(rows, width, device=reference.head.weight.device)
     wanted = reference(x)
-    taken, total = 0, 4 * weights
-    if device == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        taken = torch.cuda.memory_allocated()
-    limit = taken + int(0.9 * weights)
-    config = ft.OffloadConfig(
-        include_patterns=["layers.*"],
-        gpu_device=device,
-        resident_below_bytes=8192,
-        host_memory_bytes=total if device == "host" else 0,
-        host_link_bytes_per_second=2e9,
-        max_gpu_mem_fraction=limit / total,
-    )
-    ft.offload(model, config, name="share")
-    manager = ft.get_offload_manager("share")
+    manager, limit = offload_within(model, device, int(0.9 * weights), name="share", resident_below_bytes=8192)
 
     def needs_room(*_: object) -> None:
         kept = manager.device.allocate(weights // 6)
@@ -235,7 +236,7 @@ def test_no_step_exceeds_the_share_before_the_first_plan_at_it_or_at_a_replan(de
         plan, copied = manager.plan, manager.live().copied_bytes_total
         assert plan is not None and manager.profile.activation_bytes >= weights // 6
         assert plan.streamed_bytes > 0 and 0.5 * weights < plan.weight_bytes < 0.9 * weights - weights // 6
-        for budget in (0.4, 0.5, 0.3, plan.budget_bytes):
+        for budget in (0.4, None, 0.3, plan.budget_bytes):
             manager.replan(budget)
             peaks(3)
         assert manager.epoch == 5 and manager.live().copied_bytes_total > copied
