@@ -129,13 +129,18 @@ class Sweep:
         synchronize(self.torch_device)
         self.setup_seconds = time.perf_counter() - start
         self._log_setup(offloaded - start)
-        self.device: Device = self.manager.device
         if self.manager.phase != "inference":
             raise RuntimeError(f"no plan after the set-up's steps; the engine is still in {self.manager.phase}")
+        self._prepare_to_time()
+
+    def _prepare_to_time(self) -> None:
+        """The model is planned: what the measurements need of it, and what they will find."""
+        self.device: Device = self.manager.device
         self.activations = self._activations()
         self._twin: nn.Module | None = None
         self._expected: torch.Tensor | None = None
-        self._clock, self._last_clock = sm_clock(self.torch_device), None
+        self._clock = sm_clock(self.torch_device)
+        self._last_clock: float | None = None
         self.link = 0.0
 
     def _log_setup(self, offload_seconds: float) -> None:

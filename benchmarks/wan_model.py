@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import flextensor
-from benchmarks.gpu_clock import sm_clock
 from benchmarks.model import BANK_SHIFT, WINDOW_STEP, weight_bytes
 from benchmarks.ours import Settings, Sweep
 from benchmarks.rows import Row
@@ -169,12 +168,7 @@ class WanSweep(Sweep):
         self.total = weight_bytes(model)
         self.start = Start(self.name, video.name)
         self._set_up(model, config)
-        self.device = self.manager.device
-        self.activations = self._activations()
-        self._twin = None
-        self._expected = None
-        self._clock, self._last_clock = sm_clock(self.torch_device), None
-        self.link = 0.0
+        self._prepare_to_time()
 
     def _set_up(self, model: Any, config: flextensor.OffloadConfig) -> None:
         clock = StartClock(self.start, self.torch_device)

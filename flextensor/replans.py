@@ -204,11 +204,15 @@ class Replans(Measured):
         """A kind of step ran for the first time since the profile: when it needs more than the profile's steps did, and
         the plan in force, or staged, leaves too little for that, weights give way at the next step, as few as must."""
         assert self.profile is not None
-        beyond = self.device.peak_bytes() - self._execution.memory.nbytes - self.hosting.other_bytes
+        beyond = self._bytes_beside_weights()
         self._settled_activations = max(beyond, self._settled_activations or self.profile.activation_bytes)
         if beyond > self.profile.activation_bytes:
             self.profile = replace(self.profile, activation_bytes=beyond)
             self._leave_room(f"a new kind of step takes {beyond} bytes beside weights")
+
+    def _bytes_beside_weights(self) -> int:
+        """The most since the peak was last reset."""
+        return self.device.peak_bytes() - self._execution.memory.nbytes - self.hosting.other_bytes
 
     @property
     def _share_is_limited(self) -> bool:
@@ -218,7 +222,7 @@ class Replans(Measured):
         """What steps keep on the device (a cache of keys and values) grows: weights give way before it exceeds the
         configured share. Planned for is as much growth again as was seen, so that not every few tokens bring a plan."""
         assert self.profile is not None
-        beyond = self.device.peak_bytes() - self._execution.memory.nbytes - self.hosting.other_bytes
+        beyond = self._bytes_beside_weights()
         self._settled_activations = self._settled_activations or self.profile.activation_bytes
         since, self._last_activations = beyond - (self._last_activations or beyond), beyond
         grown = beyond - self._settled_activations
