@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 from cluster.states import Pace
 from flextensor.planner.plan import Prediction
+from flextensor.profile import RECENT_SAMPLES
 
 if TYPE_CHECKING:
     from flextensor.runtime.timing import StepTimes
 
 FEWEST_SAMPLES = 8
 """A kind with fewer timed steps under the plan is left out."""
-RECENT = 16
-"""So many last timed steps of a kind are looked at: those that the next plan is made from."""
 
 
 def pace_of(steps: Sequence[StepTimes], prediction: Prediction) -> Pace | None:
@@ -36,7 +35,7 @@ def pace_of(steps: Sequence[StepTimes], prediction: Prediction) -> Pace | None:
     predicted = quick = slow = 0.0
     for kind, seconds in settled.items():
         share = len(seconds) / count
-        lower, _, upper = statistics.quantiles(seconds[-RECENT:], n=4, method="inclusive")
+        lower, _, upper = statistics.quantiles(seconds[-RECENT_SAMPLES:], n=4, method="inclusive")
         predicted += share * prediction.by_kind[kind]
         quick += share * lower
         slow += share * upper

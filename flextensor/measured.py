@@ -16,15 +16,12 @@ from flextensor.execution import Execution
 from flextensor.hosting import Hosting
 from flextensor.live import Expectation, LiveTiming, expect, live_timing
 from flextensor.planner.plan import Plan
-from flextensor.profile import Profile, TransferCurve
+from flextensor.profile import RECENT_SAMPLES, Profile, TransferCurve
 from flextensor.runtime.device import Device
 from flextensor.runtime.timing import Recorder, StepTimes, VisitSummary, format_offload_timing_table, summarise
 from flextensor.saved_profiles import Subject
 from flextensor.units import OffloadError, Unit, Weight
 from flextensor.warmup import Warmup
-
-RECENT_SAMPLES = 16
-"""So many timed steps of a kind say how it is now."""
 
 
 class Measured:

@@ -15,6 +15,9 @@ from typing import Any
 
 FORMAT_VERSION = 1
 
+RECENT_SAMPLES = 16
+"""So many last timed steps of a kind say how it is now: what is planned from, and compared with a prediction."""
+
 
 class ProfileMismatch(ValueError):
     """A saved profile does not describe this model, dtype or device; the message says what differs."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.pace import FEWEST_SAMPLES, RECENT, pace_of
+from cluster.pace import FEWEST_SAMPLES, pace_of
 from flextensor.planner.plan import Prediction
+from flextensor.profile import RECENT_SAMPLES
 from flextensor.runtime.timing import StepTimes
 
 PREDICTION = Prediction(0.2, 0.2, 0.0, 0.1, 0.2, {"prefill": 1.0, "decode": 0.1})
@@ -40,6 +41,6 @@ def test_disturbed_steps_move_the_slow_end_alone() -> None:
 
 
 def test_only_recent_steps_count() -> None:
-    pace = pace_of(steps("decode", *[0.1] * 100, *[0.3] * RECENT), PREDICTION)
+    pace = pace_of(steps("decode", *[0.1] * 100, *[0.3] * RECENT_SAMPLES), PREDICTION)
     assert pace is not None
     assert pace.quick == pytest.approx(0.3)
