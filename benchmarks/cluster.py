@@ -7,8 +7,9 @@
     python -m benchmarks.cluster --tiny                           # small and quick, for CI
 
 Sections, in this order; each is a try of its own, and what was found is on disk after each: llama (budgets x workers,
-the coordinator's cost, replans under load, a killed worker, host memory by the number of workers), contention (a plan
-from solo against one from joint measurements), stack (the engine model), simulated (1024 GPUs), rounds (light actors).
+the coordinator's cost, replans under load, a killed worker, host memory by the number of workers), contention (two
+workers on one link: a plan from solo against one from joint measurements), stack (the engine model; with a worker a
+GPU, each link alone and with all at once, and that comparison again), simulated (1024 GPUs), rounds (light actors).
 """
 
 from __future__ import annotations
@@ -119,12 +120,16 @@ class Run:
     def stack(self) -> None:
         """The engine model: what the link does."""
         from benchmarks import cluster_sections as sections
+        from benchmarks.cluster_links import links
         from benchmarks.cluster_rig import rig
 
         with rig(self.crew("stack")) as made:
             self.data["setup_seconds"] = self.data.get("setup_seconds", {}) | {"stack": made.setup_seconds}
             self.data["scaling"] += sections.scaling(made, "stack", self.given.budgets, self.given.seconds)
             self.data["coordinator_stack"] = sections.coordinator_cost(made, self.given.seconds)
+            self.write()
+            if made.crew.workers > 1 and not self.shares_gpus:
+                self.data["links"] = links(made, self.given.budgets, min(self.given.seconds, 1.0))
             self.data["memory_by_workers"] += sections.memory_by_workers(made, "stack")
 
     def contention(self) -> None:

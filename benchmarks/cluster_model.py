@@ -20,6 +20,7 @@ import flextensor
 from benchmarks.model import BANK_SHIFT, WINDOW_STEP, Shape, Stack, make_input
 from cluster.messages import Item
 from cluster.task import TaskContext
+from flextensor.measure import measure_curve
 from flextensor.store.errors import StoreError
 from flextensor.store.filling import Reader, move
 from flextensor.store.layout import Layout, StoredTensor
@@ -107,7 +108,7 @@ class Sampling:
 
 class BenchmarkTask:
     """Options: see the subclasses. Items: ``seed`` and ``steps``; ``fresh`` forgets timing samples before the item;
-    ``link`` sets the host device's link (bytes a second) from now on."""
+    ``link`` sets the host device's link (bytes a second) from now on; ``copies`` measures the link instead of steps."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -146,6 +147,8 @@ class BenchmarkTask:
     def _run_one(self, item: Item) -> dict[str, Any]:
         if "link" in item:
             self._manager.device.link.bytes_per_second = float(item["link"])
+        if "copies" in item:
+            return self._measure_link(item)
         if item.get("fresh"):
             self._manager.reset_offload_timing()
         self._sampling.clear()
@@ -166,6 +169,22 @@ class BenchmarkTask:
             "finished": finished,
             **self._sampling.take(),
         }
+
+    def _measure_link(self, item: Item) -> dict[str, Any]:
+        """Transfer curves with copies of up to ``copies`` bytes, one after the other from the Unix time ``at`` for
+        ``seconds``; each with when it began and ended. profile: the curve that the manager has in its profile."""
+        device, store = self._manager.device, self._manager.hosting.store
+        largest = store.source(max(store.layout.tensors, key=lambda tensor: tensor.nbytes).name)[: int(item["copies"])]
+        scratch, stream = device.allocate(largest.numel()), device.new_stream()
+        curves: list[tuple[float, float, tuple[tuple[int, float], ...]]] = []
+        time.sleep(max(float(item["at"]) - time.time(), 0.0))
+        began = time.time()
+        while not curves or time.time() < began + float(item["seconds"]):
+            before = time.time()
+            curve = measure_curve(device, stream, lambda nbytes: largest[:nbytes], scratch, repeats=1)
+            curves.append((before, time.time(), curve.points))
+        told = {"curves": curves, "profile": self._manager.profile.transfer.points}
+        return {"id": item["id"], "began": began, "finished": time.time(), **told}
 
     def verify(self, items: Sequence[Item], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Against the same model, resident. Needs room for it on the device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import statistics
 import time
@@ -14,7 +15,16 @@ from typing import Any
 import ray
 
 from benchmarks.cluster_model import RUN_AHEAD
-from cluster.messages import Budget, CoordinatorOptions, Lease, LeaseResult, ReplanOutcome, ReplanRequest, WorkerStart
+from cluster.messages import (
+    Budget,
+    CoordinatorOptions,
+    Lease,
+    LeaseResult,
+    Measurement,
+    ReplanOutcome,
+    ReplanRequest,
+    WorkerStart,
+)
 from cluster.messages import WorkerState as State
 from cluster.pool import WorkerPool
 from cluster.session import make_coordinator, make_worker
@@ -22,9 +32,13 @@ from flextensor.config import OffloadConfig
 from flextensor.store import StoreError
 from flextensor.store.inventory import list_stores, remove_store
 
+logger = logging.getLogger(__name__)
+
 READY_SECONDS = 150.0
 CALL_SECONDS = 120.0
 STORE_SECONDS = 5.0
+TRIAL_STEPS = 4
+"""Of the item that tells how long a step takes, and whose output a Reading has."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +71,16 @@ class Crew:
 @dataclass(frozen=True)
 class Reading:
     """One worker over the time in which all that were measured with it worked, too. Seconds and bytes; joules of its
-    GPU over the whole lease, None without NVML."""
+    GPU over the whole lease, None without NVML. copied_bytes: over the link, in the whole lease. digest: of the output
+    of ``TRIAL_STEPS`` steps under the same plan."""
 
     rank: int
     steps: int
     seconds: float
     state: State
     joules_a_step: float | None
+    copied_bytes: int
+    digest: str
 
     @property
     def steps_per_second(self) -> float:
@@ -85,6 +102,10 @@ class Reading:
             "predicted_step_seconds": state.predicted.step_seconds if state.predicted else None,
             "joules_a_step": self.joules_a_step,
         }
+
+
+class _Apart(RuntimeError):
+    """One worker was done before another had begun."""
 
 
 class Rig:
@@ -146,6 +167,12 @@ class Rig:
         found: list[State] = self._get([self.handles[rank].state.remote() for rank in chosen])
         return found
 
+    def links(self, ranks: Sequence[int]) -> list[Measurement]:
+        """What a replan would measure of these workers' links now."""
+        number = int(time.time() * 1000)  # rounds count from the coordinator's start, and not one a millisecond
+        found: list[Measurement] = self._get([self.handles[rank].measure.remote(number) for rank in ranks])
+        return found
+
     def replan(self, **request: Any) -> ReplanOutcome:
         """Raises RuntimeError with the coordinator's reason when nobody moved."""
         outcome: ReplanOutcome = self._get(self.coordinator.replan.remote(ReplanRequest(**request)))
@@ -166,10 +193,16 @@ class Rig:
 
         Short leases first: one puts a staged plan in force, one tells how long a step takes.
         """
-        trial, more = 4, each or {}
+        try:
+            return self._measure(ranks, seconds, each or {})
+        except _Apart as apart:  # on a busy machine
+            logger.warning("%s: once more, for longer", apart)
+            return self._measure(ranks, 3 * seconds + 1.0, each or {})
+
+    def _measure(self, ranks: Sequence[int], seconds: float, more: Mapping[int, dict[str, Any]]) -> list[Reading]:
         self._get([self.lease(rank, 1, **more.get(rank, {})) for rank in ranks])
-        tried: list[LeaseResult] = self._get([self.lease(rank, trial, **more.get(rank, {})) for rank in ranks])
-        took = [answer.results[0]["seconds"] / trial for answer in tried]
+        tried: list[LeaseResult] = self._get([self.lease(rank, TRIAL_STEPS, **more.get(rank, {})) for rank in ranks])
+        took = [answer.results[0]["seconds"] / TRIAL_STEPS for answer in tried]
         steps = [min(max(round(seconds / max(one, 1e-5)), 8), 4000) for one in took]
         before = self.states(ranks)
         answers: list[LeaseResult] = self._get(
@@ -179,8 +212,15 @@ class Rig:
         stamps = [answer.results[0]["stamps"][RUN_AHEAD:] for answer in answers]
         window = (max(one[0] for one in stamps), min(one[-1] for one in stamps))
         return [
-            Reading(rank, *_within(window, one), state, _joules_a_step(was, state, count))
-            for rank, count, one, was, state in zip(ranks, steps, stamps, before, after, strict=True)
+            Reading(
+                rank,
+                *_within(window, stamped),
+                state,
+                _joules_a_step(was, state, count),
+                state.copied_bytes_total - was.copied_bytes_total,
+                trial.results[0]["digest"],
+            )
+            for rank, count, stamped, was, state, trial in zip(ranks, steps, stamps, before, after, tried, strict=True)
         ]
 
     def close(self) -> None:
@@ -204,7 +244,7 @@ def _within(window: tuple[float, float], stamps: Sequence[float]) -> tuple[int, 
     ends last has the link alone meanwhile."""
     inside = [stamp for stamp in stamps if window[0] <= stamp <= window[1]]
     if len(inside) < 2:
-        raise RuntimeError(f"no step lies within the {window[1] - window[0]:.3f} s in which all workers work")
+        raise _Apart(f"no step lies within the {window[1] - window[0]:.3f} s in which all workers work")
     return len(inside) - 1, inside[-1] - inside[0]
 
 

@@ -115,6 +115,7 @@ def contention(crew: Crew, seconds: float, *, repeats: int = 3) -> dict[str, Any
         if crew.cuda and len(devices) != 1:
             raise RuntimeError(f"two workers with half a GPU each are on {len(devices)} GPUs: {sorted(devices)}")
         made.replan(latency=True, measure=False)
+        at_setup = [one.alone.bandwidth for one in made.links([0, 1])]
         planned = None
         if crew.cuda:
             made.replan(budget=HUNGRY_BUDGET, workers=(1,), measure=False)
@@ -144,6 +145,7 @@ def contention(crew: Crew, seconds: float, *, repeats: int = 3) -> dict[str, Any
         if crew.cuda
         else "a link halved for both",
         "alone_link_bytes_per_second": median(links),
+        "setup_link_bytes_per_second": at_setup,
         "solo": solo,
         "joint": joint,
         "speedup": joint["steps_per_second"] / solo["steps_per_second"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ def markdown(data: dict[str, Any]) -> str:
     lines += [f"{settings['workers']} workers, {settings['num_gpus']:g} GPU each, device `{settings['device']}`.", ""]
     failed = [f"- {name}: {status}" for name, status in data["status"].items() if status != "ok"]
     lines += [*failed, ""] if failed else []
-    for part in (_scaling, _contention, _replans, _small, _rounds):
+    for part in (_scaling, _links, _contention, _replans, _small, _rounds):
         lines += part(data)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -37,6 +37,10 @@ def _ms(seconds: float | None) -> str:
 
 def _gb(rate: float | None) -> str:
     return "-" if rate is None else f"{rate / 1e9:.2f}"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.3f}"
 
 
 def _number(value: float | None, form: str = ".2f") -> str:
@@ -80,6 +84,60 @@ def _scaling(data: dict[str, Any]) -> list[str]:
     return ["## 1 to N workers", "", text, "", *_table(head, rows)]
 
 
+def _links(data: dict[str, Any]) -> list[str]:
+    """Each worker's own link: its curves, and plans from solo against plans from joint measurements."""
+    found = data.get("links")
+    if found is None:
+        return []
+    head = ["budget", "plan from", "steps/s", "joint over solo", "step ms, each", "predicted ms, each", "off", "stall"]
+    head += ["planned for GB/s", "had GB/s", "streamed GiB", "weights GiB"]
+    rows = []
+    for row in found["plans"]:
+        for which in ("solo", "joint"):
+            plan = row[which]
+
+            def each(key: str, form: Callable[[float], str], plan: dict[str, Any] = plan) -> str:
+                return ", ".join(form(one[key]) for one in plan["each"])
+
+            rows.append(
+                [
+                    "latency" if row["budget"] is None else f"{row['budget']:.0%}",
+                    f"{which} measurements",
+                    f"{plan['steps_per_second']:.2f}",
+                    "" if which == "solo" else f"{row['speedup']:.3f}",
+                    each("step_seconds", _ms),
+                    each("predicted_step_seconds", _ms),
+                    f"{plan['off']:+.1%}",
+                    each("stall_share", "{:.1%}".format),
+                    each("planned_link_bytes_per_second", _gb),
+                    each("link_bytes_per_second", _gb),
+                    each("streamed_bytes", _gib),
+                    each("weight_bytes", _gib),
+                ]
+            )
+    verified = found["verified"]
+    text = (
+        f"Links: {found['link']}. Each worker's plan from what it measured with the others idle (solo), and the plans "
+        "from what all measured at once (joint); both run with all at work. Off: measured over predicted step, mean. "
+        f"All outputs are equal, and the resident model's ({verified['identical']} of {verified['checked']} checked)."
+    )
+    title = f"## {data['settings']['workers']} workers, a link each: solo against joint measurements"
+    return [title, "", text, "", *_table(head, rows), *_curves(found["curves"])]
+
+
+def _curves(found: Sequence[dict[str, Any]]) -> list[str]:
+    sizes = [size for size, _ in found[0]["alone"]]
+    head = ["worker", "measured", *(f"{size / 2**20:g} MiB" for size in sizes)]
+    ways = {"setup": "at set-up (its profile)", "alone": "alone, others idle", "together": "all at once"}
+    rows = []
+    for one in found:
+        for key, way in ways.items():
+            seconds = dict(one[key])
+            rates = [_gb(size / seconds[size]) if size in seconds else "-" for size in sizes]
+            rows.append([str(one["rank"]), way, *rates])
+    return ["Transfer curves, GB/s by the size of a copy:", "", *_table(head, rows)]
+
+
 def _contention(data: dict[str, Any]) -> list[str]:
     found = data.get("contention")
     if found is None:
@@ -110,9 +168,10 @@ def _contention(data: dict[str, Any]) -> list[str]:
         for which, row in (("solo", found["solo"]), ("joint", found["joint"]))
     ]
     alone = _gb(found["alone_link_bytes_per_second"])
+    at_setup = ", ".join(map(_gb, found.get("setup_link_bytes_per_second", [])))
     text = (
-        f"Shared: {found['shared']}; alone the first worker gets {alone} GB/s. Joint over solo: "
-        f"{found['speedup']:.2f} times, the other {found['other_speedup']:.2f} times."
+        f"Shared: {found['shared']}; alone the first worker gets {alone} GB/s (at set-up, each: {at_setup or '-'}). "
+        f"Joint over solo: {found['speedup']:.2f} times, the other {found['other_speedup']:.2f} times."
     )
     return [
         "## Two workers, one link: solo against joint measurements (latency mode)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,37 @@ def test_the_contention_row_has_both_plans(data: dict[str, Any]) -> None:
     assert found["speedup"] == pytest.approx(found["joint"]["steps_per_second"] / found["solo"]["steps_per_second"])
     # The link that the solo plan is made for is not the one that both get.
     assert found["alone_link_bytes_per_second"] > 1.2 * found["solo"]["link_bytes_per_second"]
+
+
+def test_workers_with_a_link_each_run_plans_from_solo_and_from_joint_measurements(
+    results: Path, data: dict[str, Any]
+) -> None:
+    found = data["links"]
+    assert [row["budget"] for row in found["plans"]] == [None, 0.5]
+    assert found["verified"]["identical"] == found["verified"]["checked"] == 1
+    for row in found["plans"]:
+        solo, joint = row["solo"], row["joint"]
+        assert row["speedup"] == pytest.approx(joint["steps_per_second"] / solo["steps_per_second"])
+        for before, after in zip(solo["each"], joint["each"], strict=True):
+            assert before["streamed_bytes"] > 0 and after["streamed_bytes"] > 0
+            assert before["predicted_step_seconds"] > 0 and after["predicted_step_seconds"] > 0
+    alone, together = (
+        [one["planned_link_bytes_per_second"] for row in found["plans"] for one in row[which]["each"]]
+        for which in ("solo", "joint")
+    )
+    assert max(alone) > 1.2 * statistics.median(together)  # the host's links are halved while all work
+    text = (results / "cluster-tiny.md").read_text()
+    assert "| latency | solo measurements |" in text and "| 50% | joint measurements |" in text
+
+
+def test_each_workers_curve_is_measured_alone_and_with_all_at_once(results: Path, data: dict[str, Any]) -> None:
+    curves = data["links"]["curves"]
+    assert [one["rank"] for one in curves] == [0, 1]
+    for one in curves:
+        (size, alone), (_, together) = one["alone"][-1], one["together"][-1]
+        assert together > 1.2 * alone
+        assert size / alone <= 1.1 * cluster.HOST_LINK and len(one["setup"]) > 0
+    assert "| 1 | alone, others idle |" in (results / "cluster-tiny.md").read_text()
 
 
 def test_a_run_leaves_no_store_behind(data: dict[str, Any]) -> None:
