@@ -129,7 +129,8 @@ class Run:
             self.data["coordinator_stack"] = sections.coordinator_cost(made, self.given.seconds)
             self.write()
             if made.crew.workers > 1 and not self.shares_gpus:
-                self.data["links"] = links(made, self.given.budgets, min(self.given.seconds, 1.0))
+                short = [budget for budget in self.given.budgets if budget <= 0.5]  # at more, copies hide anyway
+                self.data["links"] = links(made, short, min(self.given.seconds, 1.0))
             self.data["memory_by_workers"] += sections.memory_by_workers(made, "stack")
 
     def contention(self) -> None:

@@ -180,6 +180,13 @@ class Rig:
             raise RuntimeError(f"a replan was refused: {outcome.reason}")
         return outcome
 
+    def rollback(self) -> ReplanOutcome:
+        """To the plans before those in force. Raises RuntimeError with the coordinator's reason when nobody moved."""
+        outcome: ReplanOutcome = self._get(self.coordinator.rollback.remote())
+        if not outcome.committed:
+            raise RuntimeError(f"a rollback was refused: {outcome.reason}")
+        return outcome
+
     def lease(self, rank: int, steps: int, **more: Any) -> Any:
         """Start ``steps`` steps on one worker; the reference of its LeaseResult."""
         number = next(self._numbers)
