@@ -61,13 +61,16 @@ class Replans(Measured):
 
         Raises BudgetError with the least bytes that work, OffloadError before there is a profile.
         """
+        return planning.solve(self._known(profile), budget, self.config, apart=apart)
+
+    def _known(self, profile: Profile | None) -> Profile:
         profile = profile or self.profile
         if profile is None:
             raise OffloadError(
                 f"the model is still in {self.phase}; a plan needs a profile: run the model "
                 f"{self.iters_before_inference} times first"
             )
-        return planning.solve(profile, budget, self.config, apart=apart)
+        return profile
 
     def solve_configured(self, profile: Profile | None = None) -> Plan:
         """The plan that the configuration asks for, within what is really free. profile: None: the manager's."""
@@ -75,9 +78,9 @@ class Replans(Measured):
         assert profile is not None
         return planning.solve_configured(profile, self._room(), self.config)
 
-    def solve_in_room(self, budget: int | float | None, profile: Profile, *, apart: bool = False) -> Plan:
+    def solve_in_room(self, budget: int | float | None, profile: Profile | None = None, *, apart: bool = False) -> Plan:
         """``solve``; without a budget, weights take at most what is free and the configured share of the device."""
-        return planning.solve_in_room(profile, budget, self._room(), self.config, apart=apart)
+        return planning.solve_in_room(self._known(profile), budget, self._room(), self.config, apart=apart)
 
     def _room(self) -> planning.Room:
         return planning.Room(
@@ -110,16 +113,17 @@ class Replans(Measured):
     def replan(self, budget: int | float | str | None = None, *, profile: Profile | None = None) -> Plan:
         """Solve for ``budget`` with what is measured now, and stage the plan; returns it.
 
-        budget: as ``solve`` takes it, or as people write it: ``"6GiB"``, ``"40%"``, ``"latency"`` (None). Compute times
-        are those of recent steps, the profile's where there are none; a GPU computes faster while it waits for copies,
-        so after a plan that stalls, a latency plan is at its least memory when it is asked for a second time.
+        budget: as ``solve_in_room`` takes it, or as people write it: ``"6GiB"``, ``"40%"``, ``"latency"`` (None).
+        Compute times are those of recent steps, the profile's where there are none; a GPU computes faster while it
+        waits for copies, so after a plan that stalls, a latency plan is at its least memory when it is asked for a
+        second time.
         profile: measurements to use instead.
         """
         if isinstance(budget, str):
             budget = None if budget.strip().lower() == "latency" else parse_budget(budget)
         if profile is None and self.profile is not None:
             profile = live_profile(self.profile, list(self._recorder.steps), self._kind_counts)
-        plan = self.solve(budget, profile)
+        plan = self.solve_in_room(budget, profile)
         self.check(plan)
         self.stage(plan)
         return plan
