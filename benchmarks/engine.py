@@ -5,7 +5,8 @@
     python -m benchmarks.engine --tiny                 # a small model on the host device, a few seconds
 
 Each contender runs in a process of its own; in each, blocks of its steps alternate with blocks of an un-offloaded twin,
-because clocks move. ``--rounds`` repeats everything. PUBLIC_FLEXTENSOR names the directory of the public wheel
+because clocks move. ``--rounds`` repeats everything; ``--resume`` goes on with a run that was cut off.
+PUBLIC_FLEXTENSOR names the directory of the public wheel
 (``pip install --target DIR flextensor``), FLEXTENSOR_BENCH_COMMIT the commit where there is no ``.git``.
 """
 
@@ -36,7 +37,7 @@ SWEEPS: dict[int, tuple[str, ...]] = {
     16384: ("latency", "4", "1"),
 }
 """What our engine is asked for at each token count."""
-LEAST_MEMORY = ("1", "latency")
+LEAST_MEMORY = ("latency", "1")
 TINY_SWEEP = ("latency", "75%", "50%", "35%")
 TINY_TOKENS = 64
 
@@ -93,12 +94,42 @@ class Driver:
         self.rows: list[Row] = []
         self.started = time.monotonic()
         self.environment = environment()
+        self.parts: list[dict[str, object]] = []
+        if given.resume:
+            self._take_up()
+
+    def _take_up(self) -> None:
+        """The rows of a run of the same code on the same machine, those that have figures. Raises SystemExit where what
+        lies there is of another."""
+        path = self.given.output / f"{self.name}.json"
+        if not path.exists():
+            return
+        data = json.loads(path.read_text())
+        for key, now in self.environment.items():
+            if key != "date" and data["environment"][key] != now:
+                raise SystemExit(f"{path} is of another {key} ({data['environment'][key]}, here {now}): start anew")
+        self.parts = data["parts"]
+        self.rows = [row for row in map(Row.from_json, data["rows"]) if row.step_seconds is not None]
+
+    @property
+    def name(self) -> str:
+        """Of the files written."""
+        return str(self.given.name or ("engine-tiny" if self.given.tiny else "engine"))
+
+    def _is_there(self, job: Job) -> bool:
+        have = {(row.contender, row.tokens, row.target) for row in self.rows}
+        return all((job.contender, count, t) in have for count, targets in job.plan.items() for t in targets)
 
     def run(self, work: Sequence[Job]) -> None:
         """All rounds."""
+        done = [job for job in work if self.given.resume and self._is_there(job)]
+        kept = {(job.contender, count) for job in done for count in job.plan}
+        self.rows = [row for row in self.rows if (row.contender, row.tokens) in kept]
         try:
             for round_number in range(self.given.rounds):
                 for job in work:
+                    if job in done:
+                        continue
                     if self.time_is_up():
                         self._skip(job, "not run: the time limit came first")
                         continue
@@ -160,14 +191,16 @@ class Driver:
                 "seconds_a_block": self.given.seconds,
                 "tiny": self.given.tiny,
             },
-            "seconds": time.monotonic() - self.started,
+            "parts": [
+                *self.parts,
+                {"date": self.environment["date"], "seconds": time.monotonic() - self.started},
+            ],
             "rows": [row.as_json() for row in merged],
         }
-        name = self.given.name or ("engine-tiny" if self.given.tiny else "engine")
-        write_results(self.given.output, name, data, lambda: markdown(merged, self.environment, self.given.note))
+        write_results(self.given.output, self.name, data, lambda: markdown(merged, self.environment, self.given.note))
         from benchmarks.plots import engine_picture
 
-        engine_picture(merged, self.given.output / f"{name}.png")
+        engine_picture(merged, self.given.output / f"{self.name}.png")
 
 
 def child_environment(job: Job) -> dict[str, str]:
@@ -191,6 +224,9 @@ def parser() -> argparse.ArgumentParser:
         "--budgets", nargs="+", default=[], help="GiB of weights, 50%%, latency or peak:GiB; default: a sweep"
     )
     options.add_argument("--contenders", nargs="+", help="only these")
+    options.add_argument(
+        "--resume", action="store_true", help="run only what the results in --output lack, on the same machine"
+    )
     options.add_argument("--rounds", type=int, default=1, help="of all processes")
     options.add_argument("--repeats", type=int, default=2, help="of each timed block in a process")
     options.add_argument("--seconds", type=float, help="of one timed block; default 0.5, tiny 0.1")

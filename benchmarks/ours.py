@@ -38,6 +38,8 @@ SETTLE_SECONDS = 3.0
 """Of steps before a latency plan is asked for."""
 BOUND_BY_LINK = 1.03
 """A plan whose copies take so many times the resident model's step is timed as it is; clocks matter to all others."""
+CLOCK_REPEATS = 3
+"""Timed blocks at least of each plan that clocks matter to, in turns with the twin's and the other plans'."""
 HEATING_SECONDS = 6.0
 """Of the twin's steps before the first timed block: a GPU that was idle has higher clocks for about so long."""
 SUSTAINED_SECONDS = 0.3
@@ -344,7 +346,7 @@ class Sweep:
         Where the link decides, the twin's time does not matter: ``before`` stands for it.
         """
         self.put_in_force(plan)
-        bound_by_link = plan.streamed_bytes / self.link > BOUND_BY_LINK * before
+        bound_by_link = self._bound_by_link(plan, before)
         if not bound_by_link:
             sustain(self.step, self.settings.sustained, self.torch_device)
         once = back_to_back(self.step, 2, self.torch_device)
@@ -378,6 +380,14 @@ class Sweep:
             after,
         )
 
+    def _bound_by_link(self, plan: Plan, resident: float) -> bool:
+        return plan.streamed_bytes / self.link > BOUND_BY_LINK * resident
+
+    def _blocks_of(self, plan: Plan, resident: float) -> int:
+        """How many timed blocks ``plan`` gets."""
+        enough = self.torch_device.type != "cuda" or self._bound_by_link(plan, resident)
+        return self.settings.repeats if enough else max(self.settings.repeats, CLOCK_REPEATS)
+
     def _sampled_steps(self) -> torch.Tensor:
         """A few steps of which every visit and copy is timed; the last one's output."""
         recorder = self.manager._recorder
@@ -391,17 +401,22 @@ class Sweep:
         return y
 
     def summarise(self, timed: Sequence[Row]) -> Row:
-        """One row of a target's repeats: medians, and the floors."""
-        last = timed[-1]
-        step = median(last.step_samples)
-        resident = median([row.resident_seconds for row in timed if row.resident_seconds is not None])
+        """One row of a target's repeats: the block that is in the middle of them against the twin's beside it (of two,
+        the worse), and the floors."""
+        against = sorted(timed, key=lambda row: row.step_samples[-1] / (row.resident_seconds or 1.0))
+        middle, last = against[len(against) // 2], timed[-1]
+        step, resident = middle.step_samples[-1], middle.resident_seconds or 0.0
         streamed = last.streamed_bytes or 0
         floor = max(resident, streamed / self.link)
         allowed = last.budget_bytes if last.budget_bytes is not None else last.device_weight_bytes or 0
         ideal = max(resident, (self.total - allowed) / self.link)
-        predicted, live = last.predicted_seconds, last.predicted_live_seconds
+        predicted, live = middle.predicted_seconds, middle.predicted_live_seconds
         return dataclasses.replace(
-            last,
+            middle,
+            step_samples=last.step_samples,
+            unforeseen_visits=last.unforeseen_visits,
+            identical=last.identical,
+            largest_difference=last.largest_difference,
             step_seconds=step,
             resident_seconds=resident,
             link_bytes_per_second=self.link,
@@ -441,8 +456,11 @@ class Sweep:
         if self.torch_device.type == "cuda":
             sustain(self.resident_step, HEATING_SECONDS, self.torch_device)
         before = self.resident_seconds()
-        for repeat in range(self.settings.repeats):
+        counts = {at: self._blocks_of(plan, before) for at, (_, plan) in going.items()}
+        for repeat in range(max(counts.values(), default=0)):
             for at, (row, plan) in list(going.items()):
+                if repeat >= counts[at]:
+                    continue
                 if repeat == 0:
                     row = self.forecast(row, plan)
                 row, before = self.time_steps(row, plan, before)
@@ -456,7 +474,7 @@ class Sweep:
                     row.step_samples[-1] * 1e3,
                     before * 1e3,
                 )
-                if repeat == self.settings.repeats - 1:
+                if repeat == counts[at] - 1:
                     self.write_trace(row)
                     yield self.summarise(blocks[at])
 

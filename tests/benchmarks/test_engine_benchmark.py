@@ -202,3 +202,26 @@ def test_a_run_that_is_stopped_keeps_what_it_found(tmp_path: Path) -> None:
     assert statuses["resident"] == "ok"
     assert statuses.get("ours", "stopped").startswith("stopped")
     assert (tmp_path / "engine-tiny.md").exists()
+
+
+@pytest.mark.xdist_group("engine_benchmark")
+def test_a_run_goes_on_where_it_was_cut_off_and_only_with_the_same_code(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "engine-tiny.json"
+    before = json.loads((results / "engine-tiny.json").read_text())
+    whole = before["rows"]
+    before["rows"] = [row for row in whole if row["contender"] != "resident"]
+    file.write_text(json.dumps(before))
+    again = ["--tiny", "--repeats", "1", "--seconds", "0.05", "--output", str(tmp_path), "--resume"]
+    monkeypatch.setenv("FLEXTENSOR_BENCH_COMMIT", "89abcdef")
+    with pytest.raises(SystemExit, match="another commit"):
+        engine.main(again)
+    monkeypatch.setenv("FLEXTENSOR_BENCH_COMMIT", "0123abcd")
+    assert engine.main(again) == 0
+    after = json.loads(file.read_text())
+    assert len(after["parts"]) == 2
+    old = [row for row in after["rows"] if row["contender"] != "resident"]
+    assert old == before["rows"]
+    (new,) = (row for row in after["rows"] if row["contender"] == "resident")
+    assert new["step_seconds"] > 0 and new["step_samples"] != whole[0]["step_samples"]
