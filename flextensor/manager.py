@@ -41,6 +41,7 @@ from flextensor.reporting import Reported
 from flextensor.runtime import ops
 from flextensor.runtime.device import Device
 from flextensor.runtime.timing import Recorder
+from flextensor.runtime.turns import turn
 from flextensor.units import OffloadError, Selection, Unit, pieces_of, refuse_kept_views
 from flextensor.warmup import Warmup
 
@@ -356,7 +357,8 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
             return TransferCurve.from_bandwidth(1e10)
         arena = self._execution.memory.slot(0, self._execution.loader.plan.arena_bytes)
         self._execution.loader.distrust()  # the copies below overwrite what lies in the slots
-        return measure.measure_curve(self.device, self._execution.copy_stream, self._host_run, arena)
+        with turn(self.device.shared_link):
+            return measure.measure_curve(self.device, self._execution.copy_stream, self._host_run, arena)
 
     def _start_inference(self) -> None:
         """Compile, and put the configured plan in force. When the budget has none, BudgetError is raised, units are

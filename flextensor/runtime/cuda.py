@@ -139,6 +139,8 @@ class CudaDevice:
             )
         self.torch_device = torch.device("cuda", self.index)
         self.name = torch.cuda.get_device_name(self.index)
+        properties = torch.cuda.get_device_properties(self.index)
+        self.shared_link: str | None = str(getattr(properties, "uuid", self.torch_device))
         self.external_events = external_events
         self._streams: dict[int, CudaStream] = {}
         self._several = torch.cuda.device_count() > 1

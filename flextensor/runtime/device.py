@@ -57,6 +57,8 @@ class Device(Protocol):
 
     name: str
     torch_device: torch.device
+    shared_link: str | None
+    """Names the link to host memory among the processes that share it; None: it is this process's own."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of ``nbytes`` on the device, aligned to 256 bytes, uninitialised."""

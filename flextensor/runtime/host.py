@@ -158,6 +158,7 @@ class HostDevice:
     """See the module's text. ``memory_bytes``: bytes; ``link_bytes_per_second``: bytes a second."""
 
     def __init__(self, *, memory_bytes: int, link_bytes_per_second: float) -> None:
+        self.shared_link: str | None = None
         self.name = f"host ({link_bytes_per_second / 1e9:g} GB/s)"
         self.torch_device = torch.device("cpu")
         self.link = Link(link_bytes_per_second)
