@@ -62,6 +62,7 @@ class Sandbox:
             "RAY_USAGE_STATS_ENABLED": "0",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "passive",
             "LANG": "C.UTF-8",
         }
 
