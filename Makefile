@@ -10,8 +10,8 @@ PINS := pyproject.toml requirements/constraints.txt requirements/install.sh
 MODEL := models/SmolLM2-135M-Instruct
 
 # Three test processes of one thread each on two cores, since tests with a Ray cluster wait most of the time. Those go to two
-# of the processes, with a cluster each for the session. No call leaves the machine. The shorter deployments are among
-# the tests, where they can run (root, sshd, rsync); all of them: make test-deploy.
+# of the processes, with a cluster each for the session. No call leaves the machine. Each way to deploy is among the
+# tests, where it can run (root; the launcher: sshd, rsync); what takes minutes only in make test-deploy.
 QUIET := RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: demo test test-deploy test-gpu bench lint format model clean

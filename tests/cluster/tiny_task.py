@@ -71,8 +71,9 @@ class TinyTask:
     """Options: units, width, seed, ``fail_load``: an error to raise, ``fail_load_of``: only in the worker of this name,
     ``fill_seconds``: what filling the store takes for each weight. See ``cluster.task.Task``.
 
-    Items: ``steps`` forwards of ``seconds`` each; ``fail`` raises; ``kill_once`` and ``hang_once`` name a file that is
-    made before the worker kills itself or hangs, so that the second try goes well; ``kill`` kills it each time.
+    Items: ``steps`` forwards of ``seconds`` each, which they need no longer once there is a file ``hurry``; ``fail``
+    raises; ``kill_once`` and ``hang_once`` name a file that is made before the worker kills itself or hangs, so that
+    the second try goes well; ``kill`` kills it each time.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -118,7 +119,7 @@ class TinyTask:
         if "seconds" in item:
             for _ in range(steps):
                 answer(self._model, item, 1)
-                time.sleep(float(item["seconds"]))
+                _wait(float(item["seconds"]), item.get("hurry"))
         if item.get("no_json"):
             return {"id": item["id"], "text": object()}
         return {"id": item["id"], "text": answer(self._model, item, steps), "tokens": steps, "pid": os.getpid()}
@@ -130,6 +131,12 @@ class TinyTask:
 
     def describe(self) -> dict[str, Any]:
         return {"model": "tiny"}
+
+
+def _wait(seconds: float, hurry: str | None) -> None:
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0 and not (hurry is not None and Path(hurry).exists()):
+        time.sleep(left if hurry is None else min(left, 0.05))
 
 
 def _first_time(path: str | None) -> bool:

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ pytestmark = [pytest.mark.deploy, pytest.mark.slow, pytest.mark.ray, pytest.mark
 
 PORT = 6380
 ADDRESS = f"127.0.0.1:{PORT}"
+DASHBOARD = "127.0.0.1:8265"
 
 
 @pytest.fixture
@@ -32,23 +34,25 @@ def head(sandbox: Sandbox) -> Iterator[Sandbox]:
     yield sandbox
 
 
-def submit(head: Sandbox, job: Job) -> str:
-    """The id of a job that runs ``python -m launch generate``."""
-    output = head.run(
-        *("ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--no-wait", "--"),
+def submit(head: Sandbox, job: Job) -> Popen[str]:
+    """A job that runs ``python -m launch generate``; the command ends with it."""
+    return head.start(
+        *("ray", "job", "submit", "--address", f"http://{DASHBOARD}", "--"),
         *("python", "-m", "launch", "generate", "--config", str(job.config)),
     )
-    found = re.search(r"Job '(raysubmit_\w+)' submitted", output)
-    assert found is not None, output
-    return found[1]
 
 
-def job_status(head: Sandbox, job_id: str) -> str:
-    return head.run("ray", "job", "status", "--address", "http://127.0.0.1:8265", job_id)
+def await_workers(job: Job, submitted: Popen[str]) -> None:
+    wait_for(f"both workers of {job.output.stem} at work", lambda: len(job.pids) == 2 or submitted.poll() is not None)
 
 
-def has_ended(head: Sandbox, job_id: str) -> bool:
-    return any(word in job_status(head, job_id) for word in ("succeeded", "failed", "stopped"))
+def assert_succeeded(head: Sandbox, job: Job, submitted: Popen[str]) -> None:
+    """It was not over before, then ends well with every item answered."""
+    assert submitted.poll() is None, "the commands came in the middle"
+    job.hurry()
+    code, output = head.ended(submitted)
+    assert code == 0 and re.search(r"Job 'raysubmit_\w+' succeeded", output), output
+    job.assert_complete()
 
 
 def flextensor(head: Sandbox, *arguments: str, code: int = 0, **environment: str) -> str:
@@ -64,15 +68,31 @@ def status(head: Sandbox, namespace: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.deploy_long
-def test_two_submitted_jobs_with_a_token_and_commands_that_reach_one_of_them(head: Sandbox) -> None:
-    jobs = {name: write_job(head.folder, name, items=220, seconds=0.1) for name in ("here", "there")}
-    ids = {name: submit(head, job) for name, job in jobs.items()}
-    for job in jobs.values():
-        wait_for(f"both workers of {job.output.stem} at work", lambda job=job: len(job.pids) == 2)
+def test_a_submitted_job_with_a_token_is_replanned_and_nobody_reaches_it_without(head: Sandbox) -> None:
+    job = write_job(head.folder, "submitted")
+    submitted = submit(head, job)
+    await_workers(job, submitted)
     listeners = head.listeners()
-    assert {ADDRESS, "127.0.0.1:8265"} <= listeners, listeners
+    assert {ADDRESS, DASHBOARD} <= listeners, listeners
     assert not beyond_loopback(listeners)
+
+    stranger = flextensor(head, "status", "--namespace", "submitted", code=2, RAY_AUTH_MODE="disabled")
+    assert "RAY_AUTH_MODE" in stranger
+    told = flextensor(head, "replan", "--budget", "80%", "--namespace", "submitted")
+    assert "all workers move at their next step" in told
+
+    assert_succeeded(head, job, submitted)
+    (moved,) = job.replans()
+    assert all(0.5 * TOTAL_BYTES < size <= 0.8 * TOTAL_BYTES for size in moved["weight_bytes"].values())
+    assert sorted(moved["streamed_bytes"]) == ["0", "1"] and all(size > 0 for size in moved["streamed_bytes"].values())
+
+
+@pytest.mark.deploy_long
+def test_commands_reach_one_of_two_submitted_jobs_and_not_the_other(head: Sandbox) -> None:
+    jobs = {name: write_job(head.folder, name, items=800) for name in ("here", "there")}
+    submitted = {name: submit(head, job) for name, job in jobs.items()}
+    for name, job in jobs.items():
+        await_workers(job, submitted[name])
 
     before = status(head, "there")
     unnamed = flextensor(head, "pause", code=2)
@@ -87,13 +107,8 @@ def test_two_submitted_jobs_with_a_token_and_commands_that_reach_one_of_them(hea
     assert "no run in namespace 'elsewhere'" in flextensor(head, "pause", "--namespace", "elsewhere", code=2)
     assert "2 workers go on" in flextensor(head, "resume", "--namespace", "here")
 
-    stranger = flextensor(head, "status", "--namespace", "here", code=2, RAY_AUTH_MODE="disabled")
-    assert "RAY_AUTH_MODE" in stranger
-
     for name, job in jobs.items():
-        wait_for(f"job {name} ends", lambda name=name: has_ended(head, ids[name]))
-        assert "succeeded" in job_status(head, ids[name])
-        job.assert_complete()
+        assert_succeeded(head, job, submitted[name])
     replanned = jobs["here"].replans()
     assert len(replanned) == 2 and not jobs["there"].replans()
     assert all(0 < size <= 0.8 * TOTAL_BYTES for size in replanned[0]["weight_bytes"].values())
@@ -101,7 +116,7 @@ def test_two_submitted_jobs_with_a_token_and_commands_that_reach_one_of_them(hea
 
 
 def test_a_run_of_its_own_listens_on_loopback_only(sandbox: Sandbox) -> None:
-    job = write_job(sandbox.folder, "alone", items=60, seconds=0.1)
+    job = write_job(sandbox.folder, "alone")
     run = sandbox.start(sys.executable, "-m", "launch", "generate", "--config", str(job.config))
     wait_for("a worker at work", lambda: job.lines or run.poll() is not None)
     listeners = sandbox.listeners()
@@ -110,6 +125,7 @@ def test_a_run_of_its_own_listens_on_loopback_only(sandbox: Sandbox) -> None:
     paused = sandbox.run(sys.executable, "-m", "launch", "pause")
     assert "2 workers stand" in paused, "found by the run file"
     sandbox.run(sys.executable, "-m", "launch", "resume")
+    job.hurry()
     code, output = sandbox.ended(run)
     assert code == 0, output
     job.assert_complete()

@@ -90,7 +90,7 @@ def cluster_yaml(sandbox: Sandbox) -> Iterator[Path]:
 
 
 def test_up_submit_replan_while_it_runs_and_down(sandbox: Sandbox, cluster_yaml: Path) -> None:
-    job = write_job(sandbox.folder, "launched", items=120, seconds=0.1)
+    job = write_job(sandbox.folder, "launched")
     quick = {"AUTOSCALER_NODE_START_WAIT_S": "60"}
     cluster = ("--no-config-cache", str(cluster_yaml))
     sandbox.run("ray", "up", "-y", "--disable-usage-stats", *cluster, timeout=180, **quick)
@@ -115,6 +115,7 @@ def test_up_submit_replan_while_it_runs_and_down(sandbox: Sandbox, cluster_yaml:
     )
     assert "all workers move at their next step" in replanned
     assert submitted.poll() is None, "the replan came in the middle"
+    job.hurry()
     code, output = sandbox.ended(submitted, timeout=180)
     assert code == 0, output
     job.assert_complete()

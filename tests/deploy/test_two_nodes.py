@@ -14,7 +14,7 @@ from tests.deploy.jobs import TOTAL_BYTES, wait_for, write_job
 from tests.deploy.sandbox import Sandbox, beyond_loopback
 from tests.deploy.two_nodes import SECOND
 
-pytestmark = [pytest.mark.deploy, pytest.mark.deploy_long, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.deploy, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(300)]
 
 
 class TwoNodes:
@@ -68,7 +68,7 @@ def stores_seen_by(pid: int, namespace: str, sandbox: Sandbox) -> list[str]:
 def test_one_store_a_node_one_replan_for_both_and_a_node_killed_in_the_middle(
     sandbox: Sandbox, two_nodes: TwoNodes
 ) -> None:
-    job = write_job(sandbox.folder, "nodes", items=240, seconds=0.1)
+    job = write_job(sandbox.folder, "nodes")
     run = sandbox.start(*two_nodes.flextensor("generate", "--config", str(job.config)), RAY_AUTH_MODE="disabled")
     wait_for("both workers at work", lambda: len(job.pids) == 2 or run.poll() is not None)
 
@@ -83,6 +83,7 @@ def test_one_store_a_node_one_replan_for_both_and_a_node_killed_in_the_middle(
     wait_for("the loss is seen", lambda: job.has_event("worker_lost") or run.poll() is not None)
     assert "all workers move at their next step" in two_nodes.replan("nodes", "60%")
     assert run.poll() is None, "both replans came in the middle"
+    job.hurry()
 
     code, output = sandbox.ended(run, timeout=180)
     assert code == 0, output
