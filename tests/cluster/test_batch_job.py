@@ -177,21 +177,25 @@ def test_a_worker_that_dies_without_a_lease_is_set_up_again(start_run: Callable[
     )
 
 
-def test_bad_items_are_set_aside_and_their_neighbours_answered(start_run: Callable[..., Run], tmp_path: Path) -> None:
+def test_bad_items_and_results_are_set_aside_and_their_neighbours_answered(
+    start_run: Callable[..., Run], tmp_path: Path
+) -> None:
     items = items_of(8)
+    items[1]["no_json"] = True
     items[3]["fail"] = True
     items[5]["kill_once"] = str(tmp_path / "killed")
     run = start_run(items)
     progress = run.job.run()
-    assert_all_right(run, but={"i3"})
-    assert progress.failed == 1
+    assert_all_right(run, but={"i1", "i3"})
+    assert progress.failed == 2
+    assert "'text', which is no JSON" in answers_of(run)["i1"]["error"]
     assert "item i3 is broken" in answers_of(run)["i3"]["error"]
 
 
 def test_a_hung_worker_is_started_again(start_run: Callable[..., Run], tmp_path: Path) -> None:
     items = items_of(10)
     items[2]["hang_once"] = str(tmp_path / "hung")
-    run = start_run(items, hang=2.0)
+    run = start_run(items, workers=1, hang=2.0)
     run.job.run()
     assert_all_right(run)
     assert any(event["event"] == "worker_killed" for event in events_of(run))
@@ -206,15 +210,6 @@ def test_a_worker_that_cannot_start_costs_the_job_nothing_while_another_can(
     assert [slot.phase for slot in run.pool.slots] == ["ready", "given up"]
     assert "worker 1 is given up: RuntimeError: no room on this GPU" in caplog.text
     assert any(event["event"] == "worker_given_up" for event in events_of(run))
-
-
-def test_a_result_that_is_no_json_is_set_aside_with_the_reason(start_run: Callable[..., Run]) -> None:
-    items = items_of(4)
-    items[1]["no_json"] = True
-    run = start_run(items)
-    assert run.job.run().failed == 1
-    assert_all_right(run, but={"i1"})
-    assert "'text', which is no JSON" in answers_of(run)["i1"]["error"]
 
 
 def test_a_task_that_cannot_load_ends_the_job_with_its_own_error(start_run: Callable[..., Run]) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,12 +90,12 @@ def test_a_worker_that_dies_in_a_round_stops_it_and_the_next_round_goes_well(sta
         assert "worker 1" in first.reason and first.epoch == 1
 
 
-def test_a_late_worker_stops_the_round_and_nobody_moves(start_run: Callable[..., Run]) -> None:
+def test_a_late_worker_stops_the_round_and_nobody_moves(start_run: Callable[..., Run], tmp_path: Path) -> None:
     # Two quick items, so that a step is known to be short; then steps that last longer than all before a prepare, on a
     # busy machine too.
     items = items_of(4, steps=1, seconds=0.01)
     for item in items[2:]:
-        item["seconds"] = 7.0
+        item |= {"seconds": 30.0, "hurry": str(tmp_path / "hurry")}
     run = start_run(items, batch=1, prepare_timeout=0.1)
     outcomes: list[ReplanOutcome] = []
     epochs: list[set[int]] = []
@@ -104,6 +105,7 @@ def test_a_late_worker_stops_the_round_and_nobody_moves(start_run: Callable[...,
         outcomes.append(replan(run, budget=0.9, measure=False))
         epochs.append({state.epoch for state in status_of(run).workers})
         torch_there.append(ray.get(run.coordinator.__ray_call__.remote(lambda actor: "torch" in sys.modules)))
+        (tmp_path / "hurry").touch()
 
     run_with(run, work)
     assert_all_right(run)

@@ -216,7 +216,7 @@ def answered(run: Run) -> list[str]:
 def soak(start_run: Callable[..., Run], seconds: float, seed: int, *, items_a_second: int = ITEMS_A_SECOND) -> Chaos:
     count = int(seconds * items_a_second)
     quick: list[Item] = [{"id": f"i{k}", "steps": STEPS} for k in range(count)]
-    quiet = start_run(quick)
+    quiet = start_run(quick, workers=1)
     quiet.job.run()
     quiet.close()
     run = start_run([item | {"seconds": 0.02} for item in quick], automatic=True, minimum_interval=5.0)

@@ -21,8 +21,8 @@ from tests.launch.conftest import Job, end_of, start_command
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray_launch")]
 
-SLOW = {"task_options": {"max_new_tokens": 64}, "offload": {"host_link_bytes_per_second": "100MB/s"}}
-"""Some two seconds a batch, so that there is time to do something in the middle."""
+SLOW = {"task_options": {"max_new_tokens": 20}, "offload": {"host_link_bytes_per_second": "30MB/s"}}
+"""Some two seconds a batch, so that there is time to do something in the middle: few steps, which wait for the link."""
 
 
 def wait_for(condition: Callable[[], bool], *, timeout: float = 90) -> None:
@@ -50,7 +50,7 @@ def test_two_workers_with_a_replan_in_the_middle_beside_a_second_run(
 ) -> None:
     bad = ["{not json", '{"id": "no-prompt"}']
     replanned = make_job(items=24, lines=bad, verify=24, **SLOW)
-    quiet = make_job(items=24, verify=3, **SLOW)
+    quiet = make_job(items=24, workers=1, verify=3, **SLOW)
     where = ("--address", local_ray, "--namespace")
     first = replanned.start(*where, "first")
     second = quiet.start(*where, "second")
@@ -100,7 +100,7 @@ def test_two_workers_with_a_replan_in_the_middle_beside_a_second_run(
         assert 0 < engine["device_weight_bytes"] <= 0.8 * engine["weights_bytes"]
         assert 0 < worker["streamed_bytes"] < worker["copied_bytes_total"]
         assert worker["step_seconds"] > 0 and worker["predicted"]["floor_seconds"] > 0
-    # Two runs, four processes: one store, filled by one of them.
+    # Two runs, three processes: one store, filled by one of them.
     details = report["details"] + report_of(quiet)["details"]
     assert len({detail["engine"]["store"]["path"] for detail in details}) == 1
     assert sum(detail["engine"]["store"]["created_by_us"] for detail in details) <= 1
@@ -124,7 +124,7 @@ def test_a_killed_job_resumes_with_every_item_once_from_the_store_that_it_left(
 
     job = make_job(items=18, **SLOW)
     ours = ("--address", local_ray, "--keep-store", "--set", f"offload.shm_dir={stores}", "--namespace")
-    process = job.start(*ours, "killed")
+    process = job.start(*ours, "killed", "--workers", "1")
     wait_for(lambda: lines_in(job.output) >= 3)
     process.kill()
     process.communicate()
@@ -144,7 +144,7 @@ def test_a_killed_job_resumes_with_every_item_once_from_the_store_that_it_left(
 
 
 def test_a_budget_below_the_least_that_works_names_it(local_ray: str, make_job: Callable[..., Job]) -> None:
-    job = make_job(budget=1000)
+    job = make_job(budget=1000, workers=1)
     code, out, err = end_of(job.start("--address", local_ray, "--namespace", "poor"))
     assert code == 2, out + err
     assert len(err.strip().splitlines()) == 1 and "bytes are needed" in err
@@ -164,7 +164,7 @@ def test_sigterm_stops_the_workers_and_leaves_whole_lines(local_ray: str, make_j
 
 
 def test_ctrl_c_with_a_ray_of_its_own(make_job: Callable[..., Job]) -> None:
-    job = make_job(items=60, **SLOW)
+    job = make_job(items=60, workers=1, **SLOW)
     process = job.start()
     wait_for(lambda: lines_in(job.output) >= 3)
     code, out, err = end_of(start_command("status"))
