@@ -68,7 +68,8 @@ def stores_seen_by(pid: int, namespace: str, sandbox: Sandbox) -> list[str]:
 def test_one_store_a_node_one_replan_for_both_and_a_node_killed_in_the_middle(
     sandbox: Sandbox, two_nodes: TwoNodes
 ) -> None:
-    job = write_job(sandbox.folder, "nodes")
+    # So long a coordinator that was on the lost node, once started again, waits for the answer of the worker there.
+    job = write_job(sandbox.folder, "nodes", coordinator={"automatic": False, "commit_timeout": 10})
     run = sandbox.start(*two_nodes.flextensor("generate", "--config", str(job.config)), RAY_AUTH_MODE="disabled")
     wait_for("both workers at work", lambda: len(job.pids) == 2 or run.poll() is not None)
 
