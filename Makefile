@@ -11,7 +11,8 @@ MODEL := models/SmolLM2-135M-Instruct
 
 # Three test processes of one thread each on two cores, since tests with a Ray cluster wait most of the time. Those go to two
 # of the processes, with a cluster each for the session. No call leaves the machine. Each way to deploy is among the
-# tests, where it can run (root; the launcher: sshd, rsync); what takes minutes only in make test-deploy.
+# tests, one after another in a process, where it can run (root; the launcher: sshd, rsync); what takes minutes only in
+# make test-deploy.
 QUIET := RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: demo test test-deploy test-gpu bench lint format model clean

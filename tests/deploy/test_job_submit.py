@@ -14,7 +14,13 @@ import pytest
 from tests.deploy.jobs import TOTAL_BYTES, Job, wait_for, write_job
 from tests.deploy.sandbox import Sandbox, beyond_loopback
 
-pytestmark = [pytest.mark.deploy, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.deploy,
+    pytest.mark.xdist_group("deploy"),
+    pytest.mark.slow,
+    pytest.mark.ray,
+    pytest.mark.timeout(300),
+]
 
 PORT = 6380
 ADDRESS = f"127.0.0.1:{PORT}"
