@@ -80,7 +80,7 @@ def _apply() -> Outcome:
         )
         return "unknown"
     tiling_utils.extract_normalized_read_writes = corrected(function, source)
-    _suffix_cache_keys()
+    suffix_cache_keys(suffix())
     return "applied"
 
 
@@ -133,8 +133,8 @@ def _code_only(source: str) -> str:
     return "\n".join(line.split("#", 1)[0] for line in source.splitlines())
 
 
-def _suffix_cache_keys() -> None:
-    """The tag in every graph cache key ends in our suffix from now on, whatever config context is in force when the key
+def suffix_cache_keys(text: str) -> None:
+    """The tag in every graph cache key ends in ``text`` from now on, whatever config context is in force when the key
     is built. The caller's own ``cache_key_tag`` setting is not touched."""
     from torch._inductor import codecache
 
@@ -143,7 +143,7 @@ def _suffix_cache_keys() -> None:
     @functools.wraps(original)
     def with_suffix(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self.cache_key_tag = f"{getattr(self, 'cache_key_tag', '')}{suffix()}"
+        self.cache_key_tag = f"{getattr(self, 'cache_key_tag', '')}{text}"
 
     codecache.FxGraphHashDetails.__init__ = with_suffix  # type: ignore[method-assign]
 

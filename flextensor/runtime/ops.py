@@ -2,9 +2,10 @@
 
 [Note: what the ops mutate] ``pre_compute`` declares the unit's weights as mutated: no compiler may read a weight before
 it, not even for work that needs no activation (a dequantisation, a cast). ``post_compute`` declares the unit's outputs
-as mutated: whatever goes into them has been computed, and every weight read, before it. (Were the weights mutated by
-both, Inductor would find a second version of each, clone the weights, and leave reads behind the end.) A unit that
-returns nothing writes into what it is given: that is mutated then, since an op that mutates nothing would be dropped.
+as mutated: whatever goes into them has been computed before it. What the unit writes besides (an argument, a buffer) is
+computed before it by the op's lowering, see [Note: what the end waits for]. (Were the weights mutated by both ops,
+Inductor would find a second version of each, clone the weights, and leave reads behind the end.) A unit that returns
+nothing writes into what it is given: that is mutated then, since an op that mutates nothing would be dropped.
 The unit travels as a 0-dim CPU tensor, not as an int or a string, so that N identical units share one graph.
 
 A backend that does not undo functionalisation hands ``pre_compute`` copies of the weights, made too early. The boundary
@@ -74,8 +75,10 @@ def note_traced_unit() -> int:
     MonolithicGraphError for the second one in the same graph."""
     from flextensor.compile.correction import apply_correction
     from flextensor.compile.limits import bump_dynamo_limits_for_compiled_offload
+    from flextensor.compile.order import order_reads_before_the_end
 
     apply_correction()
+    order_reads_before_the_end()
     bump_dynamo_limits_for_compiled_offload(len(_boundaries))  # calls of all units are of one code
     trace = torch._guards.TracingContext.try_get()
     if trace is not None:
@@ -106,8 +109,10 @@ def _define_ops() -> None:
         return
     library = torch.library.Library(NAMESPACE, "DEF")
     for name, mutated, run in (("pre_compute", "weights", _pre_compute), ("post_compute", "outputs", _post_compute)):
-        # What they do (wait, record, copy) must happen at each call: Inductor cuts its CUDA graphs at ops of this tag.
-        library.define(f"{name}(Tensor(a!)[] {mutated}, Tensor unit) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
+        # What they do (wait, record, copy) must happen at each call: Inductor cuts its CUDA graphs at ops of the first
+        # tag. The second is what it takes for granted, save where an op has a lowering of its own.
+        tags = (torch.Tag.cudagraph_unsafe, torch.Tag.needs_exact_strides)
+        library.define(f"{name}(Tensor(a!)[] {mutated}, Tensor unit) -> ()", tags=tags)
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _fake, lib=library)
     _library = library

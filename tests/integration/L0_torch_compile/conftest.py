@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +37,7 @@ def same_kernels_for_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     restore = torch.use_deterministic_algorithms
 
+    @functools.wraps(restore)
     def restore_and_keep(*args: Any, **kwargs: Any) -> None:
         """Dynamo restores torch's own setting after each frame, which ends Inductor's mode (pytorch issue 198563)."""
         restore(*args, **kwargs)

@@ -83,6 +83,74 @@ class InPlace(nn.Module):
         x.add_(self.down(torch.relu(self.up(x))))
 
 
+class Cache:
+    """A tensor that units find in an object."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.keys = torch.zeros(2, 16, DIM, device=device)
+
+
+class Writes(nn.Module):
+    """Returns a tensor and, with another weight's help, writes something else."""
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__()
+        self.out = nn.Linear(dim, dim)
+        self.key = nn.Linear(dim, dim)
+        self.scale = nn.Parameter(torch.rand(dim) + 1)
+
+    def forward(self, x: torch.Tensor, cache: Cache, given: torch.Tensor) -> torch.Tensor:
+        self.write(x, cache, given)
+        return self.out(x)
+
+    def write(self, x: torch.Tensor, cache: Cache, given: torch.Tensor) -> None:
+        """Writes into ``given``."""
+        given.add_(x * self.scale)
+
+
+class WritesRows(Writes):
+    """As key-value caches are written: some rows of an argument."""
+
+    def write(self, x: torch.Tensor, cache: Cache, given: torch.Tensor) -> None:
+        given[:, 4:12].copy_(self.key(x)[:, 4:12] * self.scale)
+
+
+class WritesByIndex(Writes):
+    """The same, by an index that is a tensor."""
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__(dim)
+        self.register_buffer("at", torch.arange(3, 11))
+
+    def write(self, x: torch.Tensor, cache: Cache, given: torch.Tensor) -> None:
+        given.index_copy_(1, self.at, self.key(x)[:, :8])
+
+
+class WritesIntoAnObject(Writes):
+    """What it writes is not among its arguments' tensors."""
+
+    def write(self, x: torch.Tensor, cache: Cache, given: torch.Tensor) -> None:
+        cache.keys.mul_(0.5).add_(x * self.scale)
+
+
+class WritesABuffer(Writes):
+    """Keeps a state of its own."""
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__(dim)
+        self.register_buffer("state", torch.zeros(dim))
+
+    def write(self, x: torch.Tensor, cache: Cache, given: torch.Tensor) -> None:
+        self.state.copy_(x[0, 0] * self.scale)
+
+
+class Keeps(Writes):
+    """Leaves a tensor for whoever runs next."""
+
+    def write(self, x: torch.Tensor, cache: Cache, given: torch.Tensor) -> None:
+        cache.keys = x * self.scale
+
+
 class MyModel(nn.Module):
     """``layers`` in order; a block's first output goes on, or its input where it returns nothing."""
 
