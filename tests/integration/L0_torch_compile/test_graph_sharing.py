@@ -19,14 +19,22 @@ from tests.integration.L0_torch_compile.checks import (
     external,
     graphs,
     on_the_host,
+    time_a_few_kernels,
     to_inference,
 )
 from tests.integration.L0_torch_compile.models import Block, IndexedBlock, LabelledBlock, inputs, pair, streaming
 
 MODES = ["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
 PATHS = ["compile_fn", "external"]
-ON_A_GPU = [("default", "external"), ("reduce-overhead", "compile_fn"), ("reduce-overhead", "external")]
-"""There the others search for a minute, for kernels that the host has not."""
+ON_A_GPU = [
+    ("default", "external"),
+    ("reduce-overhead", "compile_fn"),
+    ("reduce-overhead", "external"),
+    ("max-autotune-no-cudagraphs", "external"),
+    ("max-autotune", "compile_fn"),
+    ("max-autotune", "external"),
+]
+"""Not all: each search for kernels takes time there."""
 
 
 @pytest.mark.parametrize(
@@ -38,8 +46,13 @@ ON_A_GPU = [("default", "external"), ("reduce-overhead", "compile_fn"), ("reduce
     indirect=["device"],
 )
 def test_every_mode_gives_the_compiled_resident_models_numbers_and_a_replan_recompiles_nothing(
-    device, mode, path
+    device, mode, path, monkeypatch
 ) -> None:
+    # Kernels that were found by timing may round differently from one search to the next. Through compile_fn the twin
+    # runs the units' own graph (there is one, see below), and so whatever that search found. Of two graphs (external)
+    # each has a search of its own: there Inductor's deterministic mode takes the library's kernel without one.
+    if mode.startswith("max-autotune") and path == "compile_fn":
+        time_a_few_kernels(monkeypatch)
     model, twin = pair(Block(), Block(), Block(), Block())
 
     def compile_fn(module: nn.Module) -> nn.Module:
