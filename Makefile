@@ -38,7 +38,7 @@ test: $(TEST_STAMP)
 test-deploy: $(TEST_STAMP)
 	@$(QUIET) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m deploy tests/deploy $(PYTEST_ARGS)
 
-# On a machine with a GPU: the tests that need one, and every benchmark that it can run (about 20 minutes).
+# On a machine with a GPU: the tests that need one, and every benchmark that it can run (about 30 minutes).
 test-gpu: $(TEST_STAMP)
 	@$(QUIET) $(BIN)/python -m pytest -n 8 --dist loadgroup -m gpu $(PYTEST_ARGS)
 

@@ -18,7 +18,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 BLOCKS = 6
 
 
-pytestmark = pytest.mark.xdist_group("wan_benchmark")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wan_benchmark")]
 """One run serves all of them."""
 
 
