@@ -235,7 +235,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--seconds", type=float, help="of one timed block; default 0.5, tiny 0.1")
     options.add_argument("--all-tokens", action="store_true", help="slow contenders at every token count")
     options.add_argument(
-        "--time-limit", type=float, default=400, help="seconds after which no process is started; 0: none"
+        "--time-limit", type=float, default=900, help="seconds after which no process is started; 0: none"
     )
     options.add_argument("--trace", default="6", help="the target of which a trace is written")
     options.add_argument("--output", type=Path, default=RESULTS)
