@@ -9,12 +9,14 @@ would be copied; and some cannot be found in what a unit is given (a cache in an
 So Inductor is told what the schemas cannot say. What was traced between the two ops stays between them in its graph. A
 write into an input goes there too, where nothing behind reads what was there before. When the second op is lowered, all
 that is used behind is computed, and the op waits for all operations since the first. No number changes, nothing is
-copied.
+copied. Nor does a pattern of Inductor's (a product and a sum, made one kernel) reach over either op: both count as ops
+that mutate, also in the form in which they mutate nothing yet.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch
 
 from flextensor.compile.correction import suffix_cache_keys
 
-KEY_SUFFIX = "flextensor-order-1"
+KEY_SUFFIX = "flextensor-order-2"
 """Change it with what the lowering does: graphs that were cached without it are not reused."""
 
 _lock = threading.Lock()
@@ -35,16 +37,16 @@ def order_reads_before_the_end() -> None:
     with _lock:
         if _applied:
             return
-        from torch._inductor import lowering
+        from torch._inductor import lowering, pattern_matcher
         from torch._inductor.fx_passes import post_grad
         from torch._inductor.virtualized import V
 
-        reorder = post_grad.reorder_for_locality
+        reorder, mutates = post_grad.reorder_for_locality, pattern_matcher.is_mutation_op
         begin, end = torch.ops.flextensor.pre_compute.default, torch.ops.flextensor.post_compute.default
         plain_begin, plain_end = lowering.fallback_handler(begin), lowering.fallback_handler(end)
 
         def lower_begin(weights: list[Any], unit: Any) -> Any:
-            _move_writes(V.graph.current_node.graph)
+            _move_writes(V.graph.current_node.graph, V.graph.user_to_last_uses)
             return plain_begin(weights, unit)
 
         def lower_end(outputs: list[Any], unit: Any) -> Any:
@@ -60,11 +62,22 @@ def order_reads_before_the_end() -> None:
             _gather(graph, unit)
             return result
 
+        @functools.wraps(mutates)
+        def mutates_or_is_ours(node: torch.fx.Node) -> bool:
+            return _is_ours(node) or bool(mutates(node))
+
         post_grad.reorder_for_locality = reorder_and_gather
+        pattern_matcher.is_mutation_op = mutates_or_is_ours
         lowering.register_lowering(begin, type_promotion_kind=None)(lower_begin)
         lowering.register_lowering(end, type_promotion_kind=None)(lower_end)
         suffix_cache_keys(KEY_SUFFIX)
         _applied = True
+
+
+def _is_ours(node: torch.fx.Node) -> bool:
+    """One of the two ops, functionalised."""
+    ops = torch.ops.flextensor
+    return bool(node.args) and node.args[0] in (ops.pre_compute.default, ops.post_compute.default)
 
 
 def _split(graph: torch.fx.Graph) -> tuple[list[torch.fx.Node], torch.fx.Node | None, list[torch.fx.Node]]:
@@ -86,8 +99,12 @@ def _gather(graph: torch.fx.Graph, unit: set[torch.fx.Node]) -> None:
             end.prepend(node)
 
 
-def _move_writes(graph: torch.fx.Graph) -> None:
-    """Writes into the graph's inputs of what the unit has made are lowered before its end, not at the graph's."""
+def _move_writes(graph: torch.fx.Graph, last_uses: dict[torch.fx.Node, list[torch.fx.Node]]) -> None:
+    """Writes into the graph's inputs of what the unit has made are lowered before its end, not at the graph's.
+
+    last_uses: the values that the interpreter forgets after a node, in the order as it was; the unit's end may need
+    what a write was the last to use.
+    """
     inside, end, behind = _split(graph)
     unit, rest = set(inside), set(behind)
     for write in behind:
@@ -97,6 +114,7 @@ def _move_writes(graph: torch.fx.Graph) -> None:
         into, value = given
         if value in unit and rest & (_users_of_memory(into) | set(value.users)) == {write}:
             end.prepend(write)
+            last_uses.setdefault(end, []).extend(last_uses.pop(write, []))
 
 
 def _users_of_memory(tensor: torch.fx.Node) -> set[torch.fx.Node]:
@@ -105,9 +123,14 @@ def _users_of_memory(tensor: torch.fx.Node) -> set[torch.fx.Node]:
     left = [tensor]
     while left:
         for user in left.pop().users:
+            if user in users:
+                continue
             users.add(user)
             returns = user.target._schema.returns if isinstance(user.target, torch._ops.OpOverload) else ()
-            if any(one.alias_info is not None and not one.alias_info.is_write for one in returns):
+            views = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+            if (
+                views or user.target is operator.getitem
+            ):  # one of several views (split, unbind), or all of an op's results
                 left.append(user)
     return users
 

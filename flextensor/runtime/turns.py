@@ -1,11 +1,13 @@
 """Processes that share a GPU's link measure it in turns, so that none finds another's measurement beside its own.
 
 A turn is a name in the kernel's abstract socket namespace: it leaves no file, and is free again when its process dies.
+Where there are no such sockets, or in containers with a network each, nobody waits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import time
 from collections.abc import Iterator
@@ -19,12 +21,17 @@ LOOK_SECONDS = 0.002
 def turn(link: str | None, patience: float = PATIENCE_SECONDS) -> Iterator[bool]:
     """Alone among the processes that ask for a turn on ``link``; at once for a link of this process's own (None).
 
-    Yields False when others had it for ``patience`` seconds, and it is not waited for any longer.
+    Yields False when others had it for ``patience`` seconds, or nobody can have one: then it is not waited for.
     """
     if link is None:
         yield True
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mark:
+    try:
+        mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    except OSError:
+        yield False
+        return
+    with mark:
         yield _taken(mark, f"\0flextensor-link-{link}", time.monotonic() + patience)
 
 
@@ -33,7 +40,7 @@ def _taken(mark: socket.socket, name: str, until: float) -> bool:
         try:
             mark.bind(name)
             return True
-        except OSError:
-            if time.monotonic() >= until:
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
                 return False
         time.sleep(LOOK_SECONDS)

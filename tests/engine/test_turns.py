@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import subprocess
 import sys
 import threading
@@ -62,3 +64,22 @@ def test_the_turn_of_a_process_that_is_killed_is_free(link: str) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("fails", ["socket", "bind"])
+def test_where_no_such_sockets_are_allowed_nobody_waits(fails: str, link: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.socket
+
+    class Refused(real):
+        def __init__(self, *arguments: int) -> None:
+            if fails == "socket":
+                raise PermissionError(errno.EPERM, "not permitted")
+            super().__init__(*arguments)
+
+        def bind(self, address: object) -> None:
+            raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr(socket, "socket", Refused)
+    start = time.monotonic()
+    with turn(link, patience=20) as alone:
+        assert alone is False and time.monotonic() - start < 5

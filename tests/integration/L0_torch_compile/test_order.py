@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +41,49 @@ class WritesThroughAnOp(Writes):
 
     def write(self, x: torch.Tensor, cache: Cache, given: torch.Tensor) -> None:
         put(given, self.key(x)[:, :8] * self.scale)
+
+
+class ReturnsItsRows(WritesRows):
+    """As a decoder layer does: what it has made, and the cache."""
+
+    def forward(self, x: torch.Tensor, cache: Cache, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x, cache, given), given
+
+
+class ReturnsWhatItWrote(Writes):
+    """Nothing else."""
+
+    def forward(self, x: torch.Tensor, cache: Cache, given: torch.Tensor) -> torch.Tensor:
+        self.write(x, cache, given)
+        return given
+
+
+class ReturnsNothing(Writes):
+    """All that it makes is written."""
+
+    def forward(self, x: torch.Tensor, cache: Cache, given: torch.Tensor) -> None:
+        self.write(x, cache, given)
+
+
+@dataclass
+class Record:
+    """No tensor for whoever does not know it."""
+
+    made: torch.Tensor
+
+
+class ReturnsARecord(Writes):
+    """A product in it, to which somebody adds: one kernel, would Inductor have it."""
+
+    def forward(self, x: torch.Tensor, cache: Cache, given: torch.Tensor) -> Record:
+        return Record(x.flatten(0, 1) @ self.key.weight.T)
+
+
+class LeavesAProduct(Writes):
+    """The same, left in an object."""
+
+    def write(self, x: torch.Tensor, cache: Cache, given: torch.Tensor) -> None:
+        cache.keys = x.flatten(0, 1) @ self.key.weight.T
 
 
 WRITERS = [Writes, WritesRows, WritesByIndex, WritesThroughAnOp, WritesIntoAnObject, WritesABuffer, Keeps]
@@ -77,6 +122,59 @@ def region(layer: Callable[..., torch.Tensor]) -> Region:
     return run
 
 
+def _first(layer: Callable[..., Any]) -> Region:
+    return lambda x, cache, given: (layer(x, cache, given)[0] + x,)
+
+
+def _only(layer: Callable[..., Any]) -> Region:
+    return lambda x, cache, given: (layer(x, cache, given), x * 2)
+
+
+def _beside(layer: Callable[..., Any]) -> Region:
+    def run(x: torch.Tensor, cache: Cache, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        layer(x, cache, given)
+        return (x * 2,)
+
+    return run
+
+
+def _added_to_a_record(layer: Callable[..., Any]) -> Region:
+    return lambda x, cache, given: (layer(x, cache, given).made + x.flatten(0, 1),)
+
+
+def _added_to_what_is_left(layer: Callable[..., Any]) -> Region:
+    def run(x: torch.Tensor, cache: Cache, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = layer(x, cache, given)
+        added, cache.keys = cache.keys + x.flatten(0, 1), x
+        return out * 2, added
+
+    return run
+
+
+def _with_the_old(split: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> Callable[..., Region]:
+    def around(layer: Callable[..., Any]) -> Region:
+        def run(x: torch.Tensor, cache: Cache, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            old = split(given)[0] * 2
+            return (layer(x, cache, given)[..., 0, :] + old,)
+
+        return run
+
+    return around
+
+
+AROUND: list[tuple[type[Writes], Callable[..., Region]]] = [
+    (ReturnsItsRows, _first),
+    (ReturnsWhatItWrote, _only),
+    (ReturnsWhatItWrote, _beside),
+    (ReturnsNothing, _beside),
+    (ReturnsARecord, _added_to_a_record),
+    (LeavesAProduct, _added_to_what_is_left),
+    (Writes, _with_the_old(lambda given: given.unbind(1))),
+    (Writes, _with_the_old(lambda given: [part[:, 0] for part in given.split(4, 1)])),
+]
+"""Units and what somebody does around them: all that goes wrong where one of the order's rules is left out."""
+
+
 def results(run: Region, layer: nn.Module, device: torch.device) -> list[torch.Tensor]:
     """All that two calls return and leave."""
     torch.manual_seed(1)
@@ -87,7 +185,9 @@ def results(run: Region, layer: nn.Module, device: torch.device) -> list[torch.T
     return [*left, given, cache.keys, *layer.buffers()]
 
 
-def spoiled_and_not(writer: type[Writes], device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def spoiled_and_not(
+    writer: type[Writes], device: torch.device, region: Callable[..., Region] = region
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What a region leaves whose unit's weights go at its end, and what one of the same kernels leaves."""
     torch.manual_seed(0)
     layer = writer().to(device).requires_grad_(False)
@@ -109,6 +209,15 @@ def test_weights_that_go_at_a_units_end_are_in_all_that_it_returns_and_writes(de
     ours, theirs = spoiled_and_not(writer, device)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("writer", "around"), AROUND, ids=[f"{writer.__name__}-{at}" for at, (writer, _) in enumerate(AROUND)]
+)
+def test_whatever_somebody_does_around_a_unit_that_writes(device, writer, around) -> None:
+    ours, theirs = spoiled_and_not(writer, device, around)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other) and not one.isnan().any()
 
 
 @pytest.mark.parametrize("writer", WRITERS)
