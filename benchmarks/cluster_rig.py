@@ -175,16 +175,16 @@ class Rig:
 
     def replan(self, **request: Any) -> ReplanOutcome:
         """Raises RuntimeError with the coordinator's reason when nobody moved."""
-        outcome: ReplanOutcome = self._get(self.coordinator.replan.remote(ReplanRequest(**request)))
-        if not outcome.committed:
-            raise RuntimeError(f"a replan was refused: {outcome.reason}")
-        return outcome
+        return self._committed(self.coordinator.replan.remote(ReplanRequest(**request)), "replan")
 
     def rollback(self) -> ReplanOutcome:
         """To the plans before those in force. Raises RuntimeError with the coordinator's reason when nobody moved."""
-        outcome: ReplanOutcome = self._get(self.coordinator.rollback.remote())
+        return self._committed(self.coordinator.rollback.remote(), "rollback")
+
+    def _committed(self, asked: Any, what: str) -> ReplanOutcome:
+        outcome: ReplanOutcome = self._get(asked)
         if not outcome.committed:
-            raise RuntimeError(f"a rollback was refused: {outcome.reason}")
+            raise RuntimeError(f"a {what} was refused: {outcome.reason}")
         return outcome
 
     def lease(self, rank: int, steps: int, **more: Any) -> Any:

@@ -52,6 +52,11 @@ class Job:
     contender: str
     plan: dict[int, list[str]]
 
+    @property
+    def settings(self) -> list[tuple[int, str]]:
+        """Token count and target of each row."""
+        return [(count, target) for count, targets in self.plan.items() for target in targets]
+
 
 def jobs(tokens: Sequence[int], budgets: Sequence[str], *, tiny: bool, every: bool) -> list[Job]:
     """All processes of one round, what matters most first.
@@ -118,21 +123,16 @@ class Driver:
         return str(self.given.name or ("engine-tiny" if self.given.tiny else "engine"))
 
     def _is_there(self, job: Job) -> bool:
-        have = {(row.contender, row.tokens, row.target) for row in self.rows}
-        return all((job.contender, count, t) in have for count, targets in job.plan.items() for t in targets)
+        return set(job.settings) <= {(row.tokens, row.target) for row in self.rows if row.contender == job.contender}
 
     def run(self, work: Sequence[Job]) -> None:
         """All rounds."""
-        done = [job for job in work if self.given.resume and self._is_there(job)]
-        anew = {
-            (job.contender, count, t) for job in work if job not in done for count, ts in job.plan.items() for t in ts
-        }
+        work = [job for job in work if not (self.given.resume and self._is_there(job))]
+        anew = {(job.contender, *setting) for job in work for setting in job.settings}
         self.rows = [row for row in self.rows if (row.contender, row.tokens, row.target) not in anew]
         try:
             for round_number in range(self.given.rounds):
                 for job in work:
-                    if job in done:
-                        continue
                     if self.time_is_up():
                         self._skip(job, "not run: the time limit came first")
                         continue
@@ -149,8 +149,7 @@ class Driver:
         return limit > 0 and time.monotonic() - self.started > limit
 
     def _skip(self, job: Job, why: str) -> None:
-        for count, targets in job.plan.items():
-            self.rows += [Row(job.contender, count, target, status=why) for target in targets]
+        self.rows += [Row(job.contender, count, target, status=why) for count, target in job.settings]
 
     def _run(self, job: Job) -> None:
         given = self.given
@@ -178,8 +177,7 @@ class Driver:
         found = [Row.from_json(json.loads(line)) for line in lines]
         self.rows += found
         have = {(row.tokens, row.target) for row in found}
-        for count, targets in job.plan.items():
-            self.rows += [Row(job.contender, count, t, status=how) for t in targets if (count, t) not in have]
+        self.rows += [Row(job.contender, *setting, status=how) for setting in job.settings if setting not in have]
 
     def write(self) -> None:
         """JSON, Markdown and the picture of what there is."""

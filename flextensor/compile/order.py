@@ -84,7 +84,7 @@ def _split(graph: torch.fx.Graph) -> tuple[list[torch.fx.Node], torch.fx.Node | 
     """The nodes of the unit (all so far, where a graph break lies before), the op that ends it, what is behind."""
     begin, end = torch.ops.flextensor.pre_compute.default, torch.ops.flextensor.post_compute.default
     nodes = list(graph.nodes)
-    ops = [node.args[0] if node.args and node.args[0] in (begin, end) else node.target for node in nodes]
+    ops = [node.args[0] if _is_ours(node) else node.target for node in nodes]
     if end not in ops:
         return [], None, []
     at = ops.index(end)
@@ -128,9 +128,8 @@ def _users_of_memory(tensor: torch.fx.Node) -> set[torch.fx.Node]:
             users.add(user)
             returns = user.target._schema.returns if isinstance(user.target, torch._ops.OpOverload) else ()
             views = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
-            if (
-                views or user.target is operator.getitem
-            ):  # one of several views (split, unbind), or all of an op's results
+            # getitem: one of several views (split, unbind), or any other op's result.
+            if views or user.target is operator.getitem:
                 left.append(user)
     return users
 

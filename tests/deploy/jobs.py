@@ -9,10 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 OPTIONS = {"units": 6, "width": 128}
 TOTAL_BYTES = 6 * (128 * 128 + 128) * 4
+
+
+def deployment(*, timeout: float) -> list[pytest.MarkDecorator]:
+    """The marks of a deployment's tests: one after another in a process. timeout: seconds of one."""
+    mark = pytest.mark
+    return [mark.deploy, mark.xdist_group("deploy"), mark.slow, mark.ray, mark.timeout(timeout)]
 
 
 @dataclass(frozen=True)

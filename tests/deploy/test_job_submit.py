@@ -11,16 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.jobs import TOTAL_BYTES, Job, wait_for, write_job
+from tests.deploy.jobs import TOTAL_BYTES, Job, deployment, wait_for, write_job
 from tests.deploy.sandbox import Sandbox, beyond_loopback
 
-pytestmark = [
-    pytest.mark.deploy,
-    pytest.mark.xdist_group("deploy"),
-    pytest.mark.slow,
-    pytest.mark.ray,
-    pytest.mark.timeout(300),
-]
+pytestmark = deployment(timeout=300)
 
 PORT = 6380
 ADDRESS = f"127.0.0.1:{PORT}"

@@ -13,16 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.jobs import TOTAL_BYTES, wait_for, write_job
+from tests.deploy.jobs import TOTAL_BYTES, deployment, wait_for, write_job
 from tests.deploy.sandbox import ROOT, Sandbox, beyond_loopback, missing_for
 
-pytestmark = [
-    pytest.mark.deploy,
-    pytest.mark.xdist_group("deploy"),
-    pytest.mark.slow,
-    pytest.mark.ray,
-    pytest.mark.timeout(420),
-]
+pytestmark = deployment(timeout=420)
 
 PORT = 2222
 

@@ -10,17 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.jobs import TOTAL_BYTES, wait_for, write_job
+from tests.deploy.jobs import TOTAL_BYTES, deployment, wait_for, write_job
 from tests.deploy.sandbox import Sandbox, beyond_loopback
 from tests.deploy.two_nodes import SECOND
 
-pytestmark = [
-    pytest.mark.deploy,
-    pytest.mark.xdist_group("deploy"),
-    pytest.mark.slow,
-    pytest.mark.ray,
-    pytest.mark.timeout(300),
-]
+pytestmark = deployment(timeout=300)
 
 
 class TwoNodes:
