@@ -27,6 +27,7 @@ from cluster.messages import (
     ReplanOutcome,
     ReplanRequest,
     RunStatus,
+    WorkerState,
 )
 from cluster.metrics import RunMetrics
 from cluster.roster import Roster
@@ -176,12 +177,12 @@ class Coordinator:
                     self._roster.add(Member(int(name.removeprefix(WORKER_PREFIX)), handle, set_up=True))
         await asyncio.gather(*(self._learn_from(member) for member in list(self._roster.members.values())))
         joined = self._roster.states()
-        self._replans.epoch = max((state.epoch for state in joined), default=0)
+        self._replans.epoch = max((state.agreed_epoch for state in joined), default=0)
         self._roster.paused = any(state.paused for state in joined)
         self._autopilot.planned()
         self._events.write("coordinator_restarted", epoch=self._replans.epoch, workers=len(joined))
-        if any(state.epoch != self._replans.epoch for state in joined):
-            # It died between two commits, or a worker has not run a step since: one round puts all on one epoch.
+        if any(not _is_at(state, self._replans.epoch) for state in joined):
+            # It died between two commits, or a worker could not put the plan in force: one round puts all on one.
             self._spawn(self.replan(ReplanRequest(measure=False, reason="workers disagreed on the epoch")))
 
     async def _named_actors(self) -> list[dict[str, str]]:
@@ -204,7 +205,7 @@ class Coordinator:
             return
         self._roster.join(member, state)
         history = self._replans.history
-        epoch = history.latest or history.begin(state.epoch, "coordinator started again", budget)
+        epoch = history.latest or history.begin(state.agreed_epoch, "coordinator started again", budget)
         epoch.put(member.rank, plans, budget)
 
     async def _readmit(self, member: Member) -> None:
@@ -233,6 +234,11 @@ class Coordinator:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._events.write("coordinator_error", error=f"{type(error).__name__}: {error}")
+
+
+def _is_at(state: WorkerState, epoch: int) -> bool:
+    """True for a worker that has agreed on the plans of ``epoch`` and, as far as is known, can put them in force."""
+    return state.agreed_epoch == epoch and not (state.refusal and state.refused_epoch == epoch)
 
 
 def _is_started_again() -> bool:

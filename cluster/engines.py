@@ -125,6 +125,11 @@ class Engines:
         return found
 
     @property
+    def agreed_epoch(self) -> int:
+        """The epoch of ``plans``."""
+        return max((m.epoch for m in self._managers.values()), default=0) if self._epoch is None else self._epoch
+
+    @property
     def other_bytes(self) -> int:
         """Weights on the device that no plan manages."""
         return sum(m.profile.other_bytes for m in self._planned().values() if m.profile is not None)

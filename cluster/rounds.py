@@ -91,10 +91,10 @@ class Replans:
         async with self.one_at_a_time:
             state: WorkerState = await self._roster.ask(member, lambda m: m.handle.state.remote())
             if member.set_up or self.history.latest is None:
-                self.epoch = max(self.epoch, state.epoch)
+                self.epoch = max(self.epoch, state.agreed_epoch)
             if self.history.latest is None:
                 self.history.begin(self.epoch, "first plans", state.budget)
-            if again and state.own_changes > member.own_changes and state.epoch == self.epoch:
+            if again and state.own_changes > member.own_changes and state.agreed_epoch == self.epoch:
                 plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
                 self._put_own(member, state, plans, budget)
             index = None if again else await self._index_in_group(member)

@@ -229,6 +229,7 @@ class Worker:
         if (manager := self._manager) is not None:
             state |= _engine_state(self._engines.states())
             state |= {
+                "agreed_epoch": self._engines.agreed_epoch,
                 "device_free_bytes": manager.device.free_bytes(),
                 "device_total_bytes": manager.device.total_bytes(),
                 "link_nominal_bytes_per_second": _nominal(manager.device, state["gpu"]),

@@ -16,6 +16,9 @@ ROUNDS = 2
 MOST_NEIGHBOURS = 24
 """Visits looked at on each side; with more in the arena the ring's loss is small."""
 
+_Places = list[tuple[int, int]]
+"""(start, end) in the arena, what lies side by side as one."""
+
 
 def place_apart(layout: Layout, streamed: list[list[int]], arena: int) -> Offsets:
     """Each tensor at its own best place, in the order of visits. Raises NoRoom when they do not fit."""
@@ -41,69 +44,88 @@ class _Apart:
         self.layout, self.streamed, self.arena = layout, streamed, arena
         self.offsets: Offsets = {}
         bandwidth = layout.profile.transfer.bandwidth
+        self.bytes = layout.unit_bytes(streamed)
         self.busy = [unit for unit in layout.profile.visits if streamed[unit]]
         self.when: list[float] = []
         now = 0.0
-        weights = layout.weights
-        for visit, unit in enumerate(layout.profile.visits):
-            link = sum([layout.size[t] for t in streamed[unit]]) / bandwidth
+        for unit, weight in zip(layout.profile.visits, layout.weights, strict=True):
             if streamed[unit]:
                 self.when.append(now)
-            now += max(link, weights[visit])
+            now += max(self.bytes[unit] / bandwidth, weight)
         self.cycle = now
         self.at: dict[int, list[int]] = {}
         for i, unit in enumerate(self.busy):
             self.at.setdefault(unit, []).append(i)
+        self.places_of: dict[int, _Places] = {unit: [] for unit in self.at}
+        self.edges_of: dict[int, set[int]] = {unit: set() for unit in self.at}
 
     def places(self, units: Sequence[int]) -> Offsets:
         order = [unit for unit in units if self.streamed[unit]]
+        around = {unit: self._around(unit) for unit in order}
         for _ in range(ROUNDS):
             for unit in order:
-                self._place_unit(unit)
+                self._place_unit(unit, around[unit])
         return self.offsets
 
-    def _neighbours(self, unit: int) -> list[tuple[float, int, int]]:
-        """(seconds away, start, end) of placed tensors of the visits around, nearest first."""
-        count, size = len(self.busy), self.layout.size
+    def _around(self, unit: int) -> list[list[int]]:
+        """The units of the visits around, nearest in time first, those at the same distance together."""
+        busy, when, cycle, count = self.busy, self.when, self.cycle, len(self.busy)
         nearest: dict[int, float] = {}
         for i in self.at.get(unit, ()):
             for step in (1, -1):
                 budget, j = self.arena, i
                 for _ in range(min(count - 1, MOST_NEIGHBOURS)):
                     j += step
-                    other = self.busy[j % count]
+                    other = busy[j % count]
                     if other == unit or budget < 0:
                         break
-                    away = abs(self.when[j % count] + self.cycle * (j // count) - self.when[i])
-                    for t in self.streamed[other]:
-                        budget -= size[t]
-                        if t in self.offsets and away < nearest.get(t, self.cycle):
-                            nearest[t] = away
-        found = [(away, self.offsets[t], self.offsets[t] + size[t]) for t, away in nearest.items()]
-        found.sort()
-        return found
+                    away = abs(when[j % count] + cycle * (j // count) - when[i])
+                    budget -= self.bytes[other]
+                    if away < nearest.get(other, cycle):
+                        nearest[other] = away
+        by_time: dict[float, list[int]] = {}
+        for other, away in nearest.items():
+            by_time.setdefault(away, []).append(other)
+        return [by_time[away] for away in sorted(by_time)]
 
-    def _place_unit(self, unit: int) -> None:
-        layout, size = self.layout, self.layout.size
-        todo = [t for t in self.streamed[unit] if t not in layout.shared or t not in self.offsets]
+    def _place_unit(self, unit: int, around: list[list[int]]) -> None:
+        layout, size, offsets = self.layout, self.layout.size, self.offsets
+        todo = [t for t in self.streamed[unit] if t not in layout.shared or t not in offsets]
         for t in todo:
-            self.offsets.pop(t, None)
-        around = self._neighbours(unit)
+            offsets.pop(t, None)
+        edges = set[int]().union(*[self.edges_of[other] for others in around for other in others])
         for t in sorted(todo, key=lambda t: (-size[t], t)):
-            beside = [b for u in layout.shared.get(t, (unit,)) for b in self.streamed[u] if b in self.offsets]
-            taken = [(self.offsets[b], self.offsets[b] + size[b]) for b in beside]
+            beside = [b for u in layout.shared.get(t, (unit,)) for b in self.streamed[u] if b in offsets]
+            taken = [(offsets[b], offsets[b] + size[b]) for b in beside]
             wished = {
-                self.offsets[b] + layout.at[t] - layout.at[b]
+                offsets[b] + layout.at[t] - layout.at[b]
                 for b in beside
                 if layout.following[b] == t or layout.following[t] == b
             }
-            at = self._best(size[t], around, taken, wished)
+            at = self._best(size[t], around, edges, taken, wished)
             if at is None:
                 raise NoRoom(sum(size[t] for t in self.streamed[unit]))
-            self.offsets[t] = at
+            offsets[t] = at
+        for changed in {unit}.union(*(layout.shared.get(t, ()) for t in todo)):
+            self._note(changed)
+
+    def _note(self, unit: int) -> None:
+        """Where the tensors of a unit lie now."""
+        places: _Places = []
+        edges: set[int] = set()
+        for t in self.streamed[unit]:
+            if (start := self.offsets.get(t)) is None:
+                continue
+            end = start + self.layout.size[t]
+            edges.update((start, end))
+            if places and places[-1][1] == start:
+                places[-1] = places[-1][0], end
+            else:
+                places.append((start, end))
+        self.places_of[unit], self.edges_of[unit] = places, edges
 
     def _best(
-        self, nbytes: int, around: list[tuple[float, int, int]], taken: list[tuple[int, int]], wished: set[int]
+        self, nbytes: int, around: list[list[int]], edges: set[int], taken: _Places, wished: set[int]
     ) -> int | None:
         """The place whose nearest reader is farthest away; None if ``taken`` leaves none.
 
@@ -111,29 +133,18 @@ class _Apart:
         does, so that fewer pieces are left; then the lowest.
         """
         top = self.arena - nbytes
-        if top < 0:
-            return None
-        starts = {0, top, *wished}
-        edges = {0, self.arena}
-        for _, start, end in around:
-            starts.update((end, start - nbytes, start, end - nbytes))
-            edges.update((start, end))
+        edges = edges.union((0, self.arena), *taken)
+        places = [at for at in edges.union([edge - nbytes for edge in edges], wished) if 0 <= at <= top]
         for start, end in taken:
-            starts.update((end, start - nbytes))
-            edges.update((start, end))
-        best: tuple[float, int, bool, int] | None = None
-        for at in sorted(starts):
-            if at < 0 or at > top:
-                continue
-            stop = at + nbytes
-            if any(start < stop and at < end for start, end in taken):
-                continue
-            away = self.cycle
-            for seconds, start, end in around:
-                if start < stop and at < end:
-                    away = seconds
-                    break
-            rank = (away, (at in edges) + (stop in edges), at in wished, -at)
-            if best is None or rank > best:
-                best = rank
-        return None if best is None else -best[3]
+            places = [at for at in places if at + nbytes <= start or at >= end]
+        if not places:
+            return None
+        for others in around:
+            left = places
+            for other in others:
+                for start, end in self.places_of[other]:
+                    left = [at for at in left if at + nbytes <= start or at >= end]
+            if not left:
+                break
+            places = left
+        return max(places, key=lambda at: ((at in edges) + (at + nbytes in edges), at in wished, -at))

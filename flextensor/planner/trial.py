@@ -56,6 +56,7 @@ class Judge:
         self.layout, self.limits = layout, limits
         self.everything = frozenset(range(len(layout.size))) - layout.forced
         self.spent = 0
+        self._known: dict[tuple[frozenset[int], int, Placement], Trial | None] = {}
         self._kinds = kinds_of(layout.profile)
         self._mix = kind_weights(self._kinds)
         self.resident_seconds = sum(w * resident_seconds(k) for w, k in zip(self._mix, self._kinds, strict=True))
@@ -90,6 +91,16 @@ class Judge:
         self.spent += len(layout.profile.visits) + len(streamed) * (
             1 if placement is place_ring else 2 + min(10, len(streamed) // 4)
         )
+        choice = streamed, arena, placement
+        if choice not in self._known:
+            self._known[choice] = self._simulate(rows, *choice)
+        return self._known[choice]
+
+    def _simulate(
+        self, rows: list[list[int]], streamed: frozenset[int], arena: int, placement: Placement
+    ) -> Trial | None:
+        layout, limits = self.layout, self.limits
+        held = sum([layout.size[t] for t in streamed])
         try:
             offsets = placement(layout, rows, arena)
         except NoRoom:

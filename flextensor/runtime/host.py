@@ -25,6 +25,9 @@ from flextensor.runtime.device import copy_each
 CHUNK_BYTES = 4 << 20
 """A copy moves in chunks, so that two streams share the link evenly."""
 
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+"""What memory is got with: pages of a shared mapping, Python's default, take up to three times as long to come."""
+
 UNWRITTEN: int | None = None
 """What new memory is filled with; None leaves zeros. A GPU's holds what somebody left there: tests set bytes that are
 no numbers."""
@@ -180,7 +183,7 @@ class HostDevice:
                     f"host device out of memory: {nbytes} bytes asked for, {self.free_bytes()} free "
                     f"of {self._memory_bytes} (raise host_memory_bytes or lower the budget)"
                 )
-            memory, number = mmap.mmap(-1, nbytes), next(self._numbers)
+            memory, number = mmap.mmap(-1, nbytes, flags=PRIVATE), next(self._numbers)
             # In this order, so that a Ctrl-C between any two of these lines leaves no bytes counted for nothing.
             weakref.finalize(memory, self._live.pop, number, None)
             self._live[number] = nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.messages import JobProgress, ReplanOutcome, ReplanRequest
+from cluster.messages import JobProgress, ReplanOutcome, ReplanRequest, RunStatus
 from tests.cluster.conftest import Run
 from tests.cluster.test_batch_job import (
     assert_all_right,
@@ -143,25 +144,49 @@ def test_pause_holds_every_worker_and_a_replan_works_meanwhile(start_run: Callab
 
 
 def test_a_coordinator_started_again_knows_the_run_from_its_workers(start_run: Callable[..., Run]) -> None:
-    run = start_run(items_of(60, steps=4, seconds=0.03))
+    run = start_run(items_of(2000, steps=4, seconds=0.03))
     outcomes: list[ReplanOutcome] = []
+    learned: list[RunStatus] = []
 
-    def work() -> None:
-        outcomes.append(replan(run, budget=0.8))
-        time.sleep(1.0)
+    def kill_coordinator() -> None:
+        before = restarts()
         ray.kill(run.coordinator, no_restart=False)
         deadline = time.monotonic() + 60
-        while True:
-            try:
-                outcomes.append(replan(run, budget=0.7))
-                return
-            except ray.exceptions.RayActorError:
-                assert time.monotonic() < deadline
-                time.sleep(0.5)
+        while restarts() == before:
+            assert time.monotonic() < deadline
+            with contextlib.suppress(ray.exceptions.RayActorError):
+                status_of(run)  # its first call makes it learn
+            time.sleep(0.1)
+        learned.append(status_of(run))
 
-    progress = run_with(run, work)
-    assert progress.done == 60
-    assert_all_right(run)
-    assert outcomes[0].committed and outcomes[0].epoch == 2
-    assert outcomes[1].committed and outcomes[1].epoch >= 3 and len(outcomes[1].changes) == 2, outcomes[1].reason
-    assert any(event["event"] == "coordinator_restarted" for event in events_of(run))
+    def restarts() -> int:
+        return sum(event["event"] == "coordinator_restarted" for event in events_of(run))
+
+    def work() -> None:
+        try:
+            outcomes.append(replan(run, budget=0.8))
+            kill_coordinator()
+            outcomes.append(replan(run, budget=0.7))
+            # Workers that stand have agreed on what they take at their next step: that is what the run is at.
+            assert ray.get(run.coordinator.pause.remote(True), timeout=30) == 2
+            deadline = time.monotonic() + 60
+            while not all(state.parked for state in status_of(run).workers):
+                assert time.monotonic() < deadline, "the workers do not stand"
+                time.sleep(0.1)
+            outcomes.append(replan(run, budget=0.6))
+            kill_coordinator()
+            outcomes.append(replan(run, budget=0.9))
+            ray.get(run.coordinator.pause.remote(False), timeout=30)
+        finally:
+            finish(run)
+
+    run_with(run, work)
+    assert_answers_right(run)
+    told = [(outcome.committed, outcome.epoch, len(outcome.changes)) for outcome in outcomes]
+    assert told == [(True, epoch, 2) for epoch in (2, 3, 4, 5)], [outcome.reason for outcome in outcomes]
+    running, standing = learned
+    assert running.epoch == 2 and not running.paused
+    assert standing.epoch == 4 and standing.paused
+    assert [state.agreed_epoch for state in standing.workers] == [4, 4]
+    assert all(state.epoch < 4 for state in standing.workers)
+    assert standing.epochs[-1].epoch == 4 and standing.epochs[-1].budget == 0.6
