@@ -177,13 +177,17 @@ class Coordinator:
                     self._roster.add(Member(int(name.removeprefix(WORKER_PREFIX)), handle, set_up=True))
         await asyncio.gather(*(self._learn_from(member) for member in list(self._roster.members.values())))
         joined = self._roster.states()
-        self._replans.epoch = max((state.agreed_epoch for state in joined), default=0)
+        for state in joined:
+            self._replans.heard(state)
         self._roster.paused = any(state.paused for state in joined)
         self._autopilot.planned()
         self._events.write("coordinator_restarted", epoch=self._replans.epoch, workers=len(joined))
         if any(not _is_at(state, self._replans.epoch) for state in joined):
-            # It died between two commits, or a worker could not put the plan in force: one round puts all on one.
-            self._spawn(self.replan(ReplanRequest(measure=False, reason="workers disagreed on the epoch")))
+            self._put_on_one_epoch()
+
+    def _put_on_one_epoch(self) -> None:
+        """This actor died between two commits, or a worker could not put its plan in force: a round takes all along."""
+        self._spawn(self._replans.replan(ReplanRequest(measure=False, reason="workers disagreed on the epoch")))
 
     async def _named_actors(self) -> list[dict[str, str]]:
         for _ in range(LEARN_ATTEMPTS):
@@ -196,12 +200,17 @@ class Coordinator:
 
     async def _learn_from(self, member: Member) -> None:
         try:
-            state = await self._roster.ask(member, lambda m: m.handle.state.remote())
+            state = await self._roster.ask(member, lambda m: m.handle.state.remote(), self._options.learn_timeout)
             if state.phase != "ready":
                 return
-            plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
-        except (RayError, TimeoutError) as error:
+            plans, budget = await self._roster.ask(
+                member, lambda m: m.handle.plans.remote(), self._options.learn_timeout
+            )
+        except RayError as error:
             self._roster.mark_lost(member, why(error))  # it is found again; or the driver sets it up again
+            return
+        except TimeoutError:
+            self._roster.mark_lost(member, f"no answer within {self._options.learn_timeout:.1f} s")
             return
         self._roster.join(member, state)
         history = self._replans.history
@@ -211,12 +220,14 @@ class Coordinator:
     async def _readmit(self, member: Member) -> None:
         """A worker that was out of reach answers again: it takes what the run has agreed on meanwhile, and was told to
         do."""
-        was = member.lost
+        was, epoch = member.lost, self._replans.epoch
         try:
             state, refused = await self._replans.admit(member, again=True)
         except (RayError, TimeoutError):
             return  # it is looked for again, unless the driver sets it up again
         self._events.write("worker_found", rank=member.rank, pid=state.pid, was=was, refused=refused)
+        if epoch and state.agreed_epoch > epoch:  # than those that this actor has learned from have agreed on
+            self._put_on_one_epoch()
 
     # ---- small things
 

@@ -21,6 +21,8 @@ class CoordinatorOptions:
 
     prepare_timeout: how long a round waits for step boundaries, and hang: a worker whose model thread shows none for so
         long is started again; both are longer where steps were measured to take longer.
+    learn_timeout: how long a coordinator that was started again waits for each worker's word of the run, before it
+        goes on with those that answered; the others are taken up when they do.
     automatic: replan without being asked (default), for the reasons in ``triggers`` (of TRIGGERS), at most once in
         ``minimum_interval``.
     drift: the share by which a measured step may leave its prediction; link_change: the share by which the measured
@@ -37,6 +39,7 @@ class CoordinatorOptions:
     measure_timeout: float = 60.0
     prepare_timeout: float = 30.0
     commit_timeout: float = 30.0
+    learn_timeout: float = 5.0
     hang: float = 600.0
     automatic: bool = True
     triggers: tuple[str, ...] = TRIGGERS

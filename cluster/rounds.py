@@ -62,7 +62,8 @@ class Replans:
         self._spawn = spawn
         self._on_new = on_new
         self._solver = Solver(roster, options, events)
-        # Round numbers grow across restarts of the coordinator too: workers refuse older ones.
+        # Round numbers grow across restarts of the coordinator too, since workers refuse older ones; ``heard`` sees to
+        # it where this node's clock is behind.
         self._round = int(time.time() * 1000)
         self.history = PlanHistory()
         self.epoch = 0
@@ -91,7 +92,7 @@ class Replans:
         async with self.one_at_a_time:
             state: WorkerState = await self._roster.ask(member, lambda m: m.handle.state.remote())
             if member.set_up or self.history.latest is None:
-                self.epoch = max(self.epoch, state.agreed_epoch)
+                self.heard(state)
             if self.history.latest is None:
                 self.history.begin(self.epoch, "first plans", state.budget)
             if again and state.own_changes > member.own_changes and state.agreed_epoch == self.epoch:
@@ -102,6 +103,10 @@ class Replans:
             self.in_force().put(member.rank, joined.plans, joined.budget)
             self._roster.join(member, state)
         return state, joined.refused
+
+    def heard(self, state: WorkerState) -> None:
+        """What a worker says of the run is of a coordinator before this one."""
+        self.epoch, self._round = max(self.epoch, state.agreed_epoch), max(self._round, state.round_number)
 
     async def take_up(self, member: Member, state: WorkerState) -> None:
         """A worker has made a plan by itself, since memory did not suffice: it is what the run has agreed on for it

@@ -127,10 +127,11 @@ class WorkerState(PlanFigures):
     other sizes are sums over all its managers, which ``engines`` has one by one (its own first).
 
     incarnation grows when the process is started again. epoch: of the plans in force; agreed_epoch: of those that the
-    worker has agreed on, which one that stands or is idle takes at its next step. busy_seconds: how long the model's
-    thread has been without a step boundary or a finished lease (0 when idle or parked); it grows without bound when the
-    worker hangs. longest_busy_seconds: the most that this was before it went on. steps: step boundaries of all
-    managers; step_index: the number of the next one, which workers in lockstep share.
+    worker has agreed on, which one that stands or is idle takes at its next step. round_number: it refuses rounds of
+    lesser numbers. busy_seconds: how long the model's thread has been without a step boundary or a finished lease (0
+    when idle or parked); it grows without bound when the worker hangs. longest_busy_seconds: the most that this was
+    before it went on. steps: step boundaries of all managers; step_index: the number of the next one, which workers in
+    lockstep share.
     weights_pss_bytes: this process's part of the node's memory for the host store (sharers divided).
     device_free_bytes, device_total_bytes: the device's memory. link_nominal_bytes_per_second: PCIe's own rate for the
     generation and width in use, or the host device's link (0: unknown).
@@ -145,6 +146,7 @@ class WorkerState(PlanFigures):
     note: str = ""
     epoch: int = 0
     agreed_epoch: int = 0
+    round_number: int = 0
     paused: bool = False
     parked: bool = False
     busy: bool = False

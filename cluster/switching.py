@@ -59,6 +59,11 @@ class Switching:
         self._gave_way = False
         """Memory did not suffice between this worker's agreement and the decision."""
 
+    @property
+    def round_number(self) -> int:
+        """Rounds of lesser numbers are over."""
+        return self._round
+
     def admit(self, round_number: int) -> None:
         """Raise Refused for a round that is over."""
         if round_number < self._round:

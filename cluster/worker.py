@@ -222,6 +222,7 @@ class Worker:
             "lease": self._lease,
             "steps": self._gate.steps,
             "step_index": self._gate.index,
+            "round_number": self._switching.round_number,
             "budget": self._engines.budget,
             "host": self._host.sample(),
             "gpu": self._gpu.sample(),
