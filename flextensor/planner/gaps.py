@@ -60,11 +60,15 @@ class _Apart:
         self.edges_of: dict[int, set[int]] = {unit: set() for unit in self.at}
 
     def places(self, units: Sequence[int]) -> Offsets:
-        order = [unit for unit in units if self.streamed[unit]]
-        around = {unit: self._around(unit) for unit in order}
+        size = self.layout.size
+        order = [
+            (unit, sorted(self.streamed[unit], key=lambda t: (-size[t], t)), self._around(unit))
+            for unit in units
+            if self.streamed[unit]
+        ]
         for _ in range(ROUNDS):
-            for unit in order:
-                self._place_unit(unit, around[unit])
+            for unit, tensors, around in order:
+                self._place_unit(unit, tensors, around)
         return self.offsets
 
     def _around(self, unit: int) -> list[list[int]]:
@@ -88,25 +92,26 @@ class _Apart:
             by_time.setdefault(away, []).append(other)
         return [by_time[away] for away in sorted(by_time)]
 
-    def _place_unit(self, unit: int, around: list[list[int]]) -> None:
+    def _place_unit(self, unit: int, tensors: list[int], around: list[list[int]]) -> None:
+        """``tensors``: the unit's, large ones first."""
         layout, size, offsets = self.layout, self.layout.size, self.offsets
-        todo = [t for t in self.streamed[unit] if t not in layout.shared or t not in offsets]
+        at, following, shared = layout.at, layout.following, layout.shared
+        todo = [t for t in tensors if t not in shared or t not in offsets]
         for t in todo:
             offsets.pop(t, None)
         edges = set[int]().union(*[self.edges_of[other] for others in around for other in others])
-        for t in sorted(todo, key=lambda t: (-size[t], t)):
-            beside = [b for u in layout.shared.get(t, (unit,)) for b in self.streamed[u] if b in offsets]
+        beside = [t for t in tensors if t in offsets]
+        for t in todo:
+            if t in shared:
+                beside = [b for u in shared[t] for b in self.streamed[u] if b in offsets]
             taken = [(offsets[b], offsets[b] + size[b]) for b in beside]
-            wished = {
-                offsets[b] + layout.at[t] - layout.at[b]
-                for b in beside
-                if layout.following[b] == t or layout.following[t] == b
-            }
-            at = self._best(size[t], around, edges, taken, wished)
-            if at is None:
-                raise NoRoom(sum(size[t] for t in self.streamed[unit]))
-            offsets[t] = at
-        for changed in {unit}.union(*(layout.shared.get(t, ()) for t in todo)):
+            wished = [offsets[b] + at[t] - at[b] for b in beside if following[b] == t or following[t] == b]
+            place = self._best(size[t], around, edges, taken, wished)
+            if place is None:
+                raise NoRoom(self.bytes[unit])
+            offsets[t] = place
+            beside = [*(b for b in tensors if b in offsets)] if t in shared else [*beside, t]
+        for changed in {unit}.union(*[shared[t] for t in todo if t in shared]):
             self._note(changed)
 
     def _note(self, unit: int) -> None:
@@ -125,7 +130,7 @@ class _Apart:
         self.places_of[unit], self.edges_of[unit] = places, edges
 
     def _best(
-        self, nbytes: int, around: list[list[int]], edges: set[int], taken: _Places, wished: set[int]
+        self, nbytes: int, around: list[list[int]], edges: set[int], taken: _Places, wished: list[int]
     ) -> int | None:
         """The place whose nearest reader is farthest away; None if ``taken`` leaves none.
 
@@ -140,6 +145,8 @@ class _Apart:
         if not places:
             return None
         for others in around:
+            if len(places) == 1:
+                return places[0]
             left = places
             for other in others:
                 for start, end in self.places_of[other]:

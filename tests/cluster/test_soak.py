@@ -34,7 +34,7 @@ from tests.cluster.test_batch_job import assert_all_right, events_of
 
 logger = logging.getLogger(__name__)
 
-SHORT_SECONDS = 60
+SHORT_SECONDS = 40
 LONG_SECONDS = float(os.environ.get("FLEXTENSOR_SOAK_SECONDS", "1800"))
 ITEMS_A_SECOND = 7
 MOST_ITEMS_A_SECOND = 14

@@ -69,7 +69,9 @@ def test_a_kept_store_serves_the_next_run_and_is_checked_all_the_while(shm_dir: 
 
 
 def test_what_the_plan_in_force_streams_is_checked_and_nothing_else(shm_dir: str) -> None:
-    model = _offloaded(shm_dir, shm_enabled=True, shm_scrub_share=0.1, budget_fraction=0.8, layers=8)
+    # One slot and a slow link: each unit streamed costs so much that the others stay, whatever the machine does.
+    slow = {"num_blocks": 1, "host_link_bytes_per_second": "200MB/s"}
+    model = _offloaded(shm_dir, shm_enabled=True, shm_scrub_share=0.1, budget_fraction=0.8, layers=8, **slow)
     try:
         wanted = _run(model)
         manager = flextensor.get_offload_manager()
