@@ -2,13 +2,12 @@
 
 Async, named, in the run's namespace, without a CUDA context. It owns no items: the batch job goes on without it, and
 a coordinator that is started again learns what it needs from the workers. ``rounds`` has the replans, ``roster`` the
-workers, ``autopilot`` what happens without being asked; here is who may ask for what.
+workers, ``autopilot`` what happens without being asked, ``recovery`` the restart; here is who may ask for what.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import Coroutine
 from typing import Any
@@ -27,16 +26,14 @@ from cluster.messages import (
     ReplanOutcome,
     ReplanRequest,
     RunStatus,
-    WorkerState,
 )
 from cluster.metrics import RunMetrics
+from cluster.recovery import Recovery
 from cluster.roster import Roster
 from cluster.rounds import Replans
 from cluster.switching import NotSetUp, OutOfReach
 
 NAME = "coordinator"
-WORKER_PREFIX = "worker-"
-LEARN_ATTEMPTS = 20
 
 
 class Coordinator:
@@ -53,6 +50,7 @@ class Coordinator:
         self._autopilot = Autopilot(options, self._roster, self._replans, self._events)
         self._energy = EnergyMeter()
         self._job = JobProgress()
+        self._recovery = Recovery(options, self._roster, self._replans, self._events, self._spawn)
         self._recover = _is_started_again()
         self._started = asyncio.Event()
         self._starting = False
@@ -67,7 +65,8 @@ class Coordinator:
         self._starting = True
         try:
             if self._recover:
-                await self._learn_from_workers()
+                await self._recovery.learn()
+                self._autopilot.planned()
             else:
                 self._events.write("run_started", options=dataclasses.asdict(self._options))
             self._roster.settled = True
@@ -100,6 +99,8 @@ class Coordinator:
             member.set_up = True  # it works on its own plan, and joins when it answers again
             self._roster.mark_lost(member, "it did not answer when it was to join")
             raise
+        finally:
+            self._recovery.agree()
         self._events.write("worker_joined", rank=rank, pid=state.pid, epoch=self._replans.epoch, refused=refused)
 
     async def lose(self, rank: int, reason: str) -> None:
@@ -164,70 +165,17 @@ class Coordinator:
         await self.start()
         return await self._replans.rollback("rollback asked for")
 
-    # ---- after a restart of this actor
-
-    async def _learn_from_workers(self) -> None:
-        """The run's state is what the workers say."""
-        namespace = self._options.namespace
-        for entry in await self._named_actors():
-            name = entry["name"]
-            if entry["namespace"] == namespace and name.startswith(WORKER_PREFIX):
-                with contextlib.suppress(ValueError):  # it has ended since
-                    handle = ray.get_actor(name, namespace=namespace)
-                    self._roster.add(Member(int(name.removeprefix(WORKER_PREFIX)), handle, set_up=True))
-        await asyncio.gather(*(self._learn_from(member) for member in list(self._roster.members.values())))
-        joined = self._roster.states()
-        for state in joined:
-            self._replans.heard(state)
-        self._roster.paused = any(state.paused for state in joined)
-        self._autopilot.planned()
-        self._events.write("coordinator_restarted", epoch=self._replans.epoch, workers=len(joined))
-        if any(not _is_at(state, self._replans.epoch) for state in joined):
-            self._put_on_one_epoch()
-
-    def _put_on_one_epoch(self) -> None:
-        """This actor died between two commits, or a worker could not put its plan in force: a round takes all along."""
-        self._spawn(self._replans.replan(ReplanRequest(measure=False, reason="workers disagreed on the epoch")))
-
-    async def _named_actors(self) -> list[dict[str, str]]:
-        for _ in range(LEARN_ATTEMPTS):
-            try:
-                return list(ray.util.list_named_actors(all_namespaces=True))
-            except RayError as error:
-                self._events.write("coordinator_error", error=f"{type(error).__name__}: {error}")
-                await asyncio.sleep(self._options.poll)
-        return []
-
-    async def _learn_from(self, member: Member) -> None:
-        try:
-            state = await self._roster.ask(member, lambda m: m.handle.state.remote(), self._options.learn_timeout)
-            if state.phase != "ready":
-                return
-            plans, budget = await self._roster.ask(
-                member, lambda m: m.handle.plans.remote(), self._options.learn_timeout
-            )
-        except RayError as error:
-            self._roster.mark_lost(member, why(error))  # it is found again; or the driver sets it up again
-            return
-        except TimeoutError:
-            self._roster.mark_lost(member, f"no answer within {self._options.learn_timeout:.1f} s")
-            return
-        self._roster.join(member, state)
-        history = self._replans.history
-        epoch = history.latest or history.begin(state.agreed_epoch, "coordinator started again", budget)
-        epoch.put(member.rank, plans, budget)
-
     async def _readmit(self, member: Member) -> None:
         """A worker that was out of reach answers again: it takes what the run has agreed on meanwhile, and was told to
         do."""
-        was, epoch = member.lost, self._replans.epoch
+        was = member.lost
         try:
             state, refused = await self._replans.admit(member, again=True)
         except (RayError, TimeoutError):
             return  # it is looked for again, unless the driver sets it up again
+        finally:
+            self._recovery.agree()
         self._events.write("worker_found", rank=member.rank, pid=state.pid, was=was, refused=refused)
-        if epoch and state.agreed_epoch > epoch:  # than those that this actor has learned from have agreed on
-            self._put_on_one_epoch()
 
     # ---- small things
 
@@ -245,11 +193,6 @@ class Coordinator:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._events.write("coordinator_error", error=f"{type(error).__name__}: {error}")
-
-
-def _is_at(state: WorkerState, epoch: int) -> bool:
-    """True for a worker that has agreed on the plans of ``epoch`` and, as far as is known, can put them in force."""
-    return state.agreed_epoch == epoch and not (state.refusal and state.refused_epoch == epoch)
 
 
 def _is_started_again() -> bool:

@@ -127,7 +127,7 @@ class Engines:
     @property
     def agreed_epoch(self) -> int:
         """The epoch of ``plans``."""
-        return max((m.epoch for m in self._managers.values()), default=0) if self._epoch is None else self._epoch
+        return max((m.epoch for m in list(self._managers.values())), default=0) if self._epoch is None else self._epoch
 
     @property
     def other_bytes(self) -> int:

@@ -66,6 +66,16 @@ class PlanHistory:
         self._epochs = [*self._epochs[-KEPT_EPOCHS + 1 :], epoch]
         return epoch
 
+    def go_on(self, number: int, budget: Budget) -> Epoch:
+        """Some workers are at a later epoch than the latest, and nothing else is known of it: the others' plans are the
+        latest's until they have others."""
+        old = self.latest
+        epoch = self.begin(number, "decided by a coordinator before", budget)
+        if old is not None:
+            for rank, plans in old.plans.items():
+                epoch.put(rank, plans, old.budgets[rank])
+        return epoch
+
     def forget_undone(self) -> None:
         """After a rollback: the epoch that it undid and the one whose plans are in force again leave the history, so
         that a second rollback goes further back."""

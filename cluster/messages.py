@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.options import CoordinatorOptions
-from cluster.states import Budget, DeviceSample, EngineState, HostSample, WorkerPhase, WorkerState
+from cluster.states import Agreement, Budget, DeviceSample, EngineState, HostSample, WorkerPhase, WorkerState
 from flextensor.config import OffloadConfig
 from flextensor.planner.plan import Plan, Prediction
 from flextensor.profile import TransferCurve
@@ -269,4 +269,13 @@ def main_plan(plans: Plans) -> Plan:
     return next(iter(plans.values()))
 
 
-__all__ = ["Budget", "CoordinatorOptions", "DeviceSample", "EngineState", "HostSample", "WorkerPhase", "WorkerState"]
+__all__ = [
+    "Agreement",
+    "Budget",
+    "CoordinatorOptions",
+    "DeviceSample",
+    "EngineState",
+    "HostSample",
+    "WorkerPhase",
+    "WorkerState",
+]

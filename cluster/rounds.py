@@ -67,6 +67,9 @@ class Replans:
         self._round = int(time.time() * 1000)
         self.history = PlanHistory()
         self.epoch = 0
+        self.apart = False
+        """Workers have agreed on different epochs: this coordinator was started again after another's commit that did
+        not reach all."""
         self.one_at_a_time = asyncio.Lock()
 
     # ---- what is asked for
@@ -91,22 +94,59 @@ class Replans:
         """
         async with self.one_at_a_time:
             state: WorkerState = await self._roster.ask(member, lambda m: m.handle.state.remote())
-            if member.set_up or self.history.latest is None:
-                self.heard(state)
+            self.heard(state)
+            own = again and not member.set_up and state.own_changes > member.own_changes
             if self.history.latest is None:
+                self._roster.paused = self._roster.paused or state.paused
                 self.history.begin(self.epoch, "first plans", state.budget)
-            if again and state.own_changes > member.own_changes and state.agreed_epoch == self.epoch:
+            elif state.agreed.epoch > self.in_force().record.epoch:
+                self.apart = True
+                plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
+                self.history.go_on(self.epoch, budget).put(member.rank, plans, budget)
+            elif own and state.agreed.epoch == self.epoch:
                 plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
                 self._put_own(member, state, plans, budget)
             index = None if again else await self._index_in_group(member)
-            joined = await self._roster.ask(member, lambda m: m.handle.join.remote(self._assignment(m.rank, index)))
+            assignment = self._assignment(member.rank, index, late=0 < state.agreed.epoch < self.epoch)
+            joined = await self._roster.ask(member, lambda m: m.handle.join.remote(assignment))
             self.in_force().put(member.rank, joined.plans, joined.budget)
             self._roster.join(member, state)
         return state, joined.refused
 
     def heard(self, state: WorkerState) -> None:
-        """What a worker says of the run is of a coordinator before this one."""
-        self.epoch, self._round = max(self.epoch, state.agreed_epoch), max(self._round, state.round_number)
+        """A worker's word of the run, which may be of a coordinator before this one."""
+        self.epoch, self._round = max(self.epoch, state.agreed.epoch), max(self._round, state.agreed.latest)
+
+    async def agree(self, *, by_round: bool) -> bool:
+        """Put all that are ``apart`` on one epoch; True when they are. by_round: also where no commit can be
+        completed."""
+        async with self.one_at_a_time:
+            if self.apart and not await self._complete() and by_round:
+                request = ReplanRequest(measure=False, reason="workers disagreed on the epoch")
+                await self._replan(request, self._solve)
+        return not self.apart
+
+    async def _complete(self) -> bool:
+        """Commit what a coordinator before this one has decided, where all that have not heard of it are prepared."""
+        members, timeout = self._roster.joined(), self._options.commit_timeout
+        try:
+            states = await self._roster.ask_all("state", members, lambda m: m.handle.state.remote(), timeout)
+            late = [m for m in members if states[m.rank].agreed.epoch < self.epoch]
+            there = [state for state in states.values() if state.agreed.epoch == self.epoch]
+            decided = max((state.agreed.decided for state in there), default=0)
+            prepared = decided > 0 and all(states[m.rank].agreed.prepared == decided for m in late)
+            if (late and not prepared) or any(s.refusal and s.refused_epoch == self.epoch for s in there):
+                return False
+            await self._roster.ask_all("commit", late, lambda m: m.handle.commit.remote(decided), timeout)
+            agreed = await self._roster.ask_all("plans", late, lambda m: m.handle.plans.remote(), timeout)
+        except RoundFailed:
+            return False
+        for rank, (plans, budget) in agreed.items():
+            self.in_force().put(rank, plans, budget)
+        self.apart = False
+        if agreed:
+            self._events.write("commit_completed", epoch=self.epoch, workers=sorted(agreed))
+        return True
 
     async def take_up(self, member: Member, state: WorkerState) -> None:
         """A worker has made a plan by itself, since memory did not suffice: it is what the run has agreed on for it
@@ -238,7 +278,7 @@ class Replans:
 
     def _take(self, outcome: ReplanOutcome, proposals: Proposals, budgets: Budgets, request: ReplanRequest) -> None:
         old = self.history.latest
-        self.epoch = outcome.epoch
+        self.epoch, self.apart = outcome.epoch, False
         asked = request.budget is not None or request.latency
         budget = request.budget if asked else next(iter(budgets.values()), None)
         before = self._roster.slowest_step()
@@ -287,13 +327,14 @@ class Replans:
 
     # ---- what joins
 
-    def _assignment(self, rank: int, step_index: int | None) -> Assignment:
+    def _assignment(self, rank: int, step_index: int | None, *, late: bool = False) -> Assignment:
+        """``late``: the worker is at an earlier epoch."""
         agreed = self.in_force()
         return Assignment(
             epoch=self.epoch,
             plans=agreed.plans.get(rank),
             budget=agreed.budgets.get(rank, agreed.record.budget),
-            solve=len(self.history) > 1,
+            solve=late or len(self.history) > 1,
             paused=self._roster.paused,
             step_index=step_index,
         )

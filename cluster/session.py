@@ -27,9 +27,10 @@ from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.exceptions import ActorAlreadyExistsError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.coordinator import NAME, WORKER_PREFIX, Coordinator
+from cluster.coordinator import NAME, Coordinator
 from cluster.memory_monitor import warn_where_it_kills
 from cluster.messages import CoordinatorOptions, WorkerStart
+from cluster.recovery import WORKER_PREFIX
 from cluster.whole_files import file_stem
 from cluster.worker import Worker
 

@@ -122,16 +122,28 @@ class EngineState(PlanFigures):
 
 
 @dataclass(frozen=True)
+class Agreement:
+    """What a worker has agreed on: its plans in force, or from its next step on where it stands or is idle.
+
+    epoch: of these plans (0: none yet). decided: the round whose commit it had (0: it was told when it joined).
+    prepared: the round whose commit it would take (0: none). latest: it refuses rounds of lesser numbers.
+    """
+
+    epoch: int = 0
+    decided: int = 0
+    prepared: int = 0
+    latest: int = 0
+
+
+@dataclass(frozen=True)
 class WorkerState(PlanFigures):
     """One worker, now. Timings, streamed_bytes and ``predicted`` are those of the worker's own offload manager; the
     other sizes are sums over all its managers, which ``engines`` has one by one (its own first).
 
-    incarnation grows when the process is started again. epoch: of the plans in force; agreed_epoch: of those that the
-    worker has agreed on, which one that stands or is idle takes at its next step. round_number: it refuses rounds of
-    lesser numbers. busy_seconds: how long the model's thread has been without a step boundary or a finished lease (0
-    when idle or parked); it grows without bound when the worker hangs. longest_busy_seconds: the most that this was
-    before it went on. steps: step boundaries of all managers; step_index: the number of the next one, which workers in
-    lockstep share.
+    incarnation grows when the process is started again. epoch: of the plans in force. busy_seconds: how long the
+    model's thread has been without a step boundary or a finished lease (0 when idle or parked); it grows without bound
+    when the worker hangs. longest_busy_seconds: the most that this was before it went on. steps: step boundaries of all
+    managers; step_index: the number of the next one, which workers in lockstep share.
     weights_pss_bytes: this process's part of the node's memory for the host store (sharers divided).
     device_free_bytes, device_total_bytes: the device's memory. link_nominal_bytes_per_second: PCIe's own rate for the
     generation and width in use, or the host device's link (0: unknown).
@@ -145,8 +157,7 @@ class WorkerState(PlanFigures):
     phase: WorkerPhase
     note: str = ""
     epoch: int = 0
-    agreed_epoch: int = 0
-    round_number: int = 0
+    agreed: Agreement = Agreement()
     paused: bool = False
     parked: bool = False
     busy: bool = False

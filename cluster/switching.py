@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from cluster.engines import Engines
 from cluster.gate import StepGate
-from cluster.messages import Assignment, Budget, Joined, Plans, Prepared, Proposal
+from cluster.messages import Agreement, Assignment, Budget, Joined, Plans, Prepared, Proposal
 from flextensor.profile import TransferCurve
 
 STANDS_LONGER = 60.0
@@ -54,15 +54,21 @@ class Switching:
         self._gate = gate
         self._engines = engines
         self._lock = threading.Lock()
-        self._round = 0
+        self._round = self._decided = 0
         self._prepared: _Staged | None = None
         self._gave_way = False
         """Memory did not suffice between this worker's agreement and the decision."""
 
     @property
-    def round_number(self) -> int:
-        """Rounds of lesser numbers are over."""
-        return self._round
+    def agreement(self) -> Agreement:
+        """What the worker has agreed on."""
+        prepared = self._prepared
+        return Agreement(
+            epoch=self._engines.agreed_epoch,
+            decided=self._decided,
+            prepared=0 if prepared is None else prepared.round_number,
+            latest=self._round,
+        )
 
     def admit(self, round_number: int) -> None:
         """Raise Refused for a round that is over."""
@@ -129,7 +135,7 @@ class Switching:
                 self._prepared, self._gave_way = None, True
                 raise Refused(f"worker {self._rank} has fewer weights since it agreed: memory did not suffice")
             self._engines.stage(staged.plans, staged.budget, staged.epoch)
-            self._prepared = None
+            self._prepared, self._decided = None, round_number
         stood = self._gate.parked_seconds() if staged.stands else 0.0
         self._gate.open(round_number)
         return stood
@@ -165,6 +171,8 @@ class Switching:
         if plans is None:
             plans, budget = engines.plans, engines.budget
         with self._lock:
+            if assignment.epoch != engines.agreed_epoch:
+                self._decided = 0
             engines.stage(plans, budget, assignment.epoch)
             self._prepared, number = None, self._round
         # No round runs while a worker joins: a gate that is closed waits for a commit that never got here.

@@ -222,7 +222,7 @@ class Worker:
             "lease": self._lease,
             "steps": self._gate.steps,
             "step_index": self._gate.index,
-            "round_number": self._switching.round_number,
+            "agreed": self._switching.agreement,
             "budget": self._engines.budget,
             "host": self._host.sample(),
             "gpu": self._gpu.sample(),
@@ -230,7 +230,6 @@ class Worker:
         if (manager := self._manager) is not None:
             state |= _engine_state(self._engines.states())
             state |= {
-                "agreed_epoch": self._engines.agreed_epoch,
                 "device_free_bytes": manager.device.free_bytes(),
                 "device_total_bytes": manager.device.total_bytes(),
                 "link_nominal_bytes_per_second": _nominal(manager.device, state["gpu"]),

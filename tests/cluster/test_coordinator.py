@@ -187,6 +187,6 @@ def test_a_coordinator_started_again_knows_the_run_from_its_workers(start_run: C
     running, standing = learned
     assert running.epoch == 2 and not running.paused
     assert standing.epoch == 4 and standing.paused
-    assert [state.agreed_epoch for state in standing.workers] == [4, 4]
+    assert [state.agreed.epoch for state in standing.workers] == [4, 4]
     assert all(state.epoch < 4 for state in standing.workers)
     assert standing.epochs[-1].epoch == 4 and standing.epochs[-1].budget == 0.6

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
@@ -249,86 +248,6 @@ def test_a_worker_that_is_found_keeps_its_own_plan_and_its_count_of_steps(pair: 
         assert [event["rank"] for event in bench.events("gave_way")] == [1]
 
     run(bench, work)
-
-
-def test_a_coordinator_started_again_keeps_a_pause_and_learns_of_a_late_worker_later(
-    pair: list[Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, bench = (Bench(pair, tmp_path / f"events-{at}.jsonl") for at in range(2))
-    late = Reach(lost=True)
-    handles = {"worker-0": LocalHandle(pair[0]), "worker-1": LocalHandle(pair[1], late)}
-    named = [{"name": name, "namespace": "unit"} for name in [*handles, "worker-2"]]
-    monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: named)
-    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: handles.get(name) or ray_has_none(name))
-
-    async def before() -> None:
-        await first.admit()
-        assert (await first.coordinator.replan(ReplanRequest(budget=0.9, measure=False))).committed
-        assert await first.coordinator.pause(True) == 2
-
-    async def work() -> None:
-        coordinator = bench.coordinator
-        coordinator._recover = True
-        pair[1].pause(False)  # it was told otherwise, and then the coordinator died
-        assert (await coordinator.status()).paused
-        await asyncio.sleep(0.3)  # some looks at the workers
-        assert pair[0].state().paused and (await coordinator.status()).paused
-        late.lost = False
-        await bench.until(lambda: bool(bench.events("worker_found")))
-        await bench.until(lambda: pair[1].state().paused)
-        assert await coordinator.pause(False) == 2
-        outcome = await coordinator.replan(ReplanRequest(budget=0.8, measure=False))
-        assert outcome.committed and {change.rank for change in outcome.changes} == {0, 1}, outcome.reason
-
-    run(first, before)
-    run(bench, work)
-
-
-def test_a_coordinator_started_again_waits_for_nobody_and_takes_up_the_later_epoch_of_one_that_was_silent(
-    pair: list[Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = Bench(pair, tmp_path / "events-0.jsonl")
-    bench = Bench(pair, tmp_path / "events-1.jsonl", learn_timeout=0.3)
-    answers = threading.Event()
-    handles = {"worker-0": LocalHandle(pair[0]), "worker-1": LocalHandle(pair[1], lambda method: wait_for(answers))}
-    named = [{"name": name, "namespace": "unit"} for name in handles]
-    monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: named)
-    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: handles[name])
-
-    async def before() -> None:
-        await first.admit()
-        assert (await first.coordinator.replan(ReplanRequest(budget=0.9, measure=False))).epoch == 2
-        # The next round's commit reached worker 1 alone, and the coordinator died.
-        number, (plans, budget) = int(time.time() * 1000), pair[1].plans()
-        pair[1].prepare(number, 3, plans, budget, 5.0, None)
-        pair[1].commit(number)
-
-    async def work() -> None:
-        coordinator = bench.coordinator
-        coordinator._recover = True
-        began = time.monotonic()
-        status = await coordinator.status()
-        assert time.monotonic() - began < 5, "well below commit_timeout"
-        assert status.epoch == 2 and "no answer within 0.3 s" in status.missing[0]
-        answers.set()
-        await bench.until(lambda: bool(bench.events("replanned")))
-        assert bench.events("replanned")[0]["reason"] == "workers disagreed on the epoch"
-        assert [worker.state().agreed_epoch for worker in pair] == [4, 4]
-        assert (await coordinator.status()).epoch == 4 and not (await coordinator.status()).missing
-
-    run(first, before)
-    try:
-        run(bench, work)
-    finally:
-        answers.set()
-
-
-def wait_for(answers: threading.Event) -> None:
-    assert answers.wait(60)
-
-
-def ray_has_none(name: str) -> Any:
-    raise ValueError(f"no actor {name}")
 
 
 def test_a_worker_that_ran_out_of_memory_keeps_to_what_it_could_hold(pair: list[Worker], tmp_path: Path) -> None:
