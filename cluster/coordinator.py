@@ -99,8 +99,7 @@ class Coordinator:
             member.set_up = True  # it works on its own plan, and joins when it answers again
             self._roster.mark_lost(member, "it did not answer when it was to join")
             raise
-        finally:
-            self._recovery.agree()
+        self._recovery.agree()
         self._events.write("worker_joined", rank=rank, pid=state.pid, epoch=self._replans.epoch, refused=refused)
 
     async def lose(self, rank: int, reason: str) -> None:
@@ -173,8 +172,7 @@ class Coordinator:
             state, refused = await self._replans.admit(member, again=True)
         except (RayError, TimeoutError):
             return  # it is looked for again, unless the driver sets it up again
-        finally:
-            self._recovery.agree()
+        self._recovery.agree()
         self._events.write("worker_found", rank=member.rank, pid=state.pid, was=was, refused=refused)
 
     # ---- small things

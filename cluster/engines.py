@@ -126,8 +126,8 @@ class Engines:
 
     @property
     def agreed_epoch(self) -> int:
-        """The epoch of ``plans``."""
-        return max((m.epoch for m in list(self._managers.values())), default=0) if self._epoch is None else self._epoch
+        """The epoch that the run has agreed on, as the worker was told; 0 where it was not told yet."""
+        return self._epoch or 0
 
     @property
     def other_bytes(self) -> int:

@@ -67,13 +67,11 @@ class PlanHistory:
         return epoch
 
     def go_on(self, number: int, budget: Budget) -> Epoch:
-        """Some workers are at a later epoch than the latest, and nothing else is known of it: the others' plans are the
-        latest's until they have others."""
-        old = self.latest
+        """Some workers are at a later epoch than the latest, and nothing else is known of it: the others have no plans
+        of it yet, and keep their budgets."""
+        kept = {} if self.latest is None else dict(self.latest.budgets)
         epoch = self.begin(number, "decided by a coordinator before", budget)
-        if old is not None:
-            for rank, plans in old.plans.items():
-                epoch.put(rank, plans, old.budgets[rank])
+        epoch.budgets = kept
         return epoch
 
     def forget_undone(self) -> None:

@@ -76,7 +76,10 @@ class Recovery:
         epoch = replans.history.begin(replans.epoch, "coordinator started again", budget)
         for member, state, plans, own in known:
             self._roster.join(member, state)
-            epoch.put(member.rank, plans, own)
+            if state.agreed.epoch == replans.epoch:
+                epoch.put(member.rank, plans, own)
+            else:  # it has no plans of this epoch yet, and keeps its budget
+                epoch.budgets[member.rank] = own
 
     async def _named_actors(self) -> list[dict[str, str]]:
         for _ in range(LEARN_ATTEMPTS):
@@ -88,11 +91,14 @@ class Recovery:
         return []
 
     async def _word_of(self, member: Member) -> tuple[WorkerState, Plans, Budget] | None:
-        """A worker's state, plans and budget; None where it is not ready or does not say in time."""
+        """A worker's state, plans and budget; None where it is not ready, has not joined or does not say in time."""
         try:
             async with asyncio.timeout(self._options.learn_timeout):
                 state: WorkerState = await member.handle.state.remote()
-                return (state, *await member.handle.plans.remote()) if state.phase == "ready" else None
+                if state.phase == "ready" and state.agreed.epoch:
+                    return (state, *await member.handle.plans.remote())
+            if state.phase == "ready":
+                self._roster.mark_lost(member, "it had not joined yet")
         except RayError as error:
             self._roster.mark_lost(member, why(error))  # it is found again; or the driver sets it up again
         except TimeoutError:
@@ -109,8 +115,8 @@ class Recovery:
         wait, patience_ends = self._options.poll, time.monotonic() + self._options.commit_timeout
         while True:
             self._news.clear()
-            awaited = any(member.set_up and not member.joined for member in self._roster.members.values())
-            if await self._replans.agree(by_round=not awaited or time.monotonic() > patience_ends):
+            by_round = self._roster.complete or time.monotonic() > patience_ends
+            if await self._replans.agree(by_round=by_round):
                 return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), wait)

@@ -65,6 +65,8 @@ class Replans:
         # Round numbers grow across restarts of the coordinator too, since workers refuse older ones; ``heard`` sees to
         # it where this node's clock is behind.
         self._round = int(time.time() * 1000)
+        self._decided = 0
+        """The round whose commit is the epoch's, as far as is known."""
         self.history = PlanHistory()
         self.epoch = 0
         self.apart = False
@@ -95,19 +97,15 @@ class Replans:
         async with self.one_at_a_time:
             state: WorkerState = await self._roster.ask(member, lambda m: m.handle.state.remote())
             self.heard(state)
-            own = again and not member.set_up and state.own_changes > member.own_changes
             if self.history.latest is None:
+                self.epoch = max(self.epoch, state.epoch)
                 self._roster.paused = self._roster.paused or state.paused
                 self.history.begin(self.epoch, "first plans", state.budget)
-            elif state.agreed.epoch > self.in_force().record.epoch:
-                self.apart = True
-                plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
-                self.history.go_on(self.epoch, budget).put(member.rank, plans, budget)
-            elif own and state.agreed.epoch == self.epoch:
-                plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
-                self._put_own(member, state, plans, budget)
+            late = 0 < state.agreed.epoch < self.epoch and not await self._hears(member, state)
+            if state.agreed.epoch == self.epoch:
+                await self._take_word(member, state, again=again)
             index = None if again else await self._index_in_group(member)
-            assignment = self._assignment(member.rank, index, late=0 < state.agreed.epoch < self.epoch)
+            assignment = self._assignment(member.rank, index, late=late)
             joined = await self._roster.ask(member, lambda m: m.handle.join.remote(assignment))
             self.in_force().put(member.rank, joined.plans, joined.budget)
             self._roster.join(member, state)
@@ -115,7 +113,39 @@ class Replans:
 
     def heard(self, state: WorkerState) -> None:
         """A worker's word of the run, which may be of a coordinator before this one."""
-        self.epoch, self._round = max(self.epoch, state.agreed.epoch), max(self._round, state.agreed.latest)
+        agreed = state.agreed
+        if agreed.epoch > self.epoch or (agreed.epoch == self.epoch and not self._decided):
+            self._decided = agreed.decided
+        self.epoch, self._round = max(self.epoch, agreed.epoch), max(self._round, agreed.latest)
+
+    async def _take_word(self, member: Member, state: WorkerState, *, again: bool) -> None:
+        """What the epoch's plans of a worker are that has agreed on it, where it knows better than this coordinator."""
+        ahead = state.agreed.epoch > self.in_force().record.epoch
+        own = again and state.own_changes > member.own_changes
+        if not (ahead or member.set_up or own):
+            return
+        plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
+        if ahead:
+            self.apart = True
+            self.history.go_on(self.epoch, budget).put(member.rank, plans, budget)
+        elif member.set_up:
+            self.in_force().put(member.rank, plans, budget)
+        else:
+            self._put_own(member, state, plans, budget)
+
+    async def _hears(self, member: Member, state: WorkerState) -> bool:
+        """True when a worker that is prepared for what others have committed commits it now."""
+        decided = self._decided
+        if not decided or state.agreed.prepared != decided:
+            return False
+        try:
+            await self._roster.ask(member, lambda m: m.handle.commit.remote(decided))
+            plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
+        except (RayError, TimeoutError):
+            return False
+        self.in_force().put(member.rank, plans, budget)
+        self._events.write("commit_completed", epoch=self.epoch, rank=member.rank)
+        return True
 
     async def agree(self, *, by_round: bool) -> bool:
         """Put all that are ``apart`` on one epoch; True when they are. by_round: also where no commit can be
@@ -129,23 +159,19 @@ class Replans:
     async def _complete(self) -> bool:
         """Commit what a coordinator before this one has decided, where all that have not heard of it are prepared."""
         members, timeout = self._roster.joined(), self._options.commit_timeout
+        if any(m.joined and m.lost for m in self._roster.members.values()):
+            return False
         try:
             states = await self._roster.ask_all("state", members, lambda m: m.handle.state.remote(), timeout)
-            late = [m for m in members if states[m.rank].agreed.epoch < self.epoch]
-            there = [state for state in states.values() if state.agreed.epoch == self.epoch]
-            decided = max((state.agreed.decided for state in there), default=0)
-            prepared = decided > 0 and all(states[m.rank].agreed.prepared == decided for m in late)
-            if (late and not prepared) or any(s.refusal and s.refused_epoch == self.epoch for s in there):
-                return False
-            await self._roster.ask_all("commit", late, lambda m: m.handle.commit.remote(decided), timeout)
-            agreed = await self._roster.ask_all("plans", late, lambda m: m.handle.plans.remote(), timeout)
         except RoundFailed:
             return False
-        for rank, (plans, budget) in agreed.items():
-            self.in_force().put(rank, plans, budget)
+        late = [m for m in members if states[m.rank].agreed.epoch < self.epoch]
+        heard = await asyncio.gather(*(self._hears(m, states[m.rank]) for m in late))
+        if not all(heard) or any(s.refusal and s.refused_epoch == self.epoch for s in states.values()):
+            return False
         self.apart = False
-        if agreed:
-            self._events.write("commit_completed", epoch=self.epoch, workers=sorted(agreed))
+        if late:
+            self._on_new(self.in_force(), None)
         return True
 
     async def take_up(self, member: Member, state: WorkerState) -> None:
@@ -179,6 +205,9 @@ class Replans:
         began = time.monotonic()
         try:
             self._all_there(request, members)
+        except RoundFailed as failed:  # nobody has heard of the round
+            return self._refused(number, request, failed)
+        try:
             before = {m.rank: m.state for m in members}
             proposals, budgets = await proposing(members, request, number)
             solved = time.monotonic()
@@ -190,8 +219,7 @@ class Replans:
         except RoundFailed as failed:
             there = [m for m in members if not m.lost]
             await self._roster.ask_each(there, lambda m: m.handle.abort.remote(number), ABORT_TIMEOUT)
-            self._events.write("replan_refused", round=number, reason=str(failed), asked=request.reason)
-            return ReplanOutcome(False, self.epoch, str(failed), request.dry_run)
+            return self._refused(number, request, failed)
         parked = await self._commit(members, number)
         outcome = ReplanOutcome(
             committed=True,
@@ -205,6 +233,10 @@ class Replans:
         )
         self._take(outcome, proposals, budgets, request)
         return outcome
+
+    def _refused(self, number: int, request: ReplanRequest, failed: RoundFailed) -> ReplanOutcome:
+        self._events.write("replan_refused", round=number, reason=str(failed), asked=request.reason)
+        return ReplanOutcome(False, self.epoch, str(failed), request.dry_run)
 
     async def _rollback(self, reason: str) -> ReplanOutcome:
         target = self.history.previous
@@ -278,7 +310,7 @@ class Replans:
 
     def _take(self, outcome: ReplanOutcome, proposals: Proposals, budgets: Budgets, request: ReplanRequest) -> None:
         old = self.history.latest
-        self.epoch, self.apart = outcome.epoch, False
+        self.epoch, self.apart, self._decided = outcome.epoch, False, self._round
         asked = request.budget is not None or request.latency
         budget = request.budget if asked else next(iter(budgets.values()), None)
         before = self._roster.slowest_step()

@@ -125,8 +125,9 @@ class EngineState(PlanFigures):
 class Agreement:
     """What a worker has agreed on: its plans in force, or from its next step on where it stands or is idle.
 
-    epoch: of these plans (0: none yet). decided: the round whose commit it had (0: it was told when it joined).
-    prepared: the round whose commit it would take (0: none). latest: it refuses rounds of lesser numbers.
+    epoch: of these plans (0: it has not joined yet, and has its own). decided: the round whose commit it had (0: it was
+    told when it joined). prepared: the round whose commit it would take (0: none). latest: it refuses rounds of lesser
+    numbers.
     """
 
     epoch: int = 0

@@ -100,17 +100,14 @@ class _Apart:
         for t in todo:
             offsets.pop(t, None)
         edges = set[int]().union(*[self.edges_of[other] for others in around for other in others])
-        beside = [t for t in tensors if t in offsets]
         for t in todo:
-            if t in shared:
-                beside = [b for u in shared[t] for b in self.streamed[u] if b in offsets]
+            beside = [b for u in shared.get(t, (unit,)) for b in self.streamed[u] if b in offsets]
             taken = [(offsets[b], offsets[b] + size[b]) for b in beside]
             wished = [offsets[b] + at[t] - at[b] for b in beside if following[b] == t or following[t] == b]
             place = self._best(size[t], around, edges, taken, wished)
             if place is None:
                 raise NoRoom(self.bytes[unit])
             offsets[t] = place
-            beside = [*(b for b in tensors if b in offsets)] if t in shared else [*beside, t]
         for changed in {unit}.union(*[shared[t] for t in todo if t in shared]):
             self._note(changed)
 
@@ -134,8 +131,8 @@ class _Apart:
     ) -> int | None:
         """The place whose nearest reader is farthest away; None if ``taken`` leaves none.
 
-        Among equals: a wished one (one copy with its neighbour in the store); one that begins or ends where another
-        does, so that fewer pieces are left; then the lowest.
+        Among equals: one that begins or ends where another does, so that fewer pieces are left; a wished one (one copy
+        with its neighbour in the store); then the lowest.
         """
         top = self.arena - nbytes
         edges = edges.union((0, self.arena), *taken)

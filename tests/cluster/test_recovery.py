@@ -17,6 +17,7 @@ from cluster.messages import Budget, ReplanRequest
 from cluster.worker import Worker
 from tests.cluster.local_handles import LocalHandle
 from tests.cluster.test_rounds import Bench, Reach, no_answer, pair, run, step
+from tests.cluster.test_worker import start_of
 
 __all__ = ["pair"]
 
@@ -25,14 +26,14 @@ class Restart:
     """A coordinator before, and one started again after it. ``silent``: workers that do not answer until ``answer``."""
 
     def __init__(self, workers: list[Worker], path: Path, monkeypatch: pytest.MonkeyPatch, *, silent: str = "") -> None:
-        self.workers, self._path = workers, path
+        self.workers, self._path, self._silent = workers, path, silent
         self._answers = threading.Event()
         self.befalls: dict[int, Callable[[str], None]] = {}
         self.handles = {
             f"worker-{rank}": LocalHandle(worker, self._before(rank, str(rank) in silent))
             for rank, worker in enumerate(workers)
         }
-        named = [{"name": name, "namespace": "unit"} for name in [*self.handles, "worker-2"]]
+        named = [{"name": name, "namespace": "unit"} for name in [*self.handles, "worker-9"]]
         monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: named)
         monkeypatch.setattr(ray, "get_actor", self._get_actor)
 
@@ -64,7 +65,8 @@ class Restart:
 
     def again(self, work: Callable[[Bench], Any]) -> Bench:
         """Another one, started again."""
-        bench = Bench(self.workers, self._path / "events.jsonl", automatic=False, learn_timeout=0.3)
+        timeout = 0.3 if self._silent else 10.0
+        bench = Bench(self.workers, self._path / "events.jsonl", automatic=False, learn_timeout=timeout)
         bench.coordinator._recover = True
 
         async def whole() -> None:
@@ -77,13 +79,13 @@ class Restart:
         return bench
 
     def decide(
-        self, budget: Budget, *, prepared: tuple[int, ...] = (0, 1), told: tuple[int, ...], ahead: int = 0
+        self, *budgets: Budget, prepared: tuple[int, ...] | None = None, told: tuple[int, ...], ahead: int = 0
     ) -> None:
-        """The next round: its commit reaches those that are ``told``, and the coordinator dies. ahead: milliseconds of
-        its node's clock."""
+        """The next round: its commit reaches those that are ``told``, and the coordinator dies. budgets: one for all,
+        or each one's. prepared: None: all. ahead: milliseconds of its node's clock."""
         number, epoch = int(time.time() * 1000) + ahead, self.workers[told[0]].state().agreed.epoch + 1
-        for rank in prepared:
-            worker = self.workers[rank]
+        for rank in range(len(self.workers)) if prepared is None else prepared:
+            worker, budget = self.workers[rank], budgets[rank % len(budgets)]
             worker.prepare(number, epoch, worker._engines.solve(budget, None), budget, 5.0, None)
         for rank in told:
             self.workers[rank].commit(number)
@@ -286,5 +288,108 @@ def test_a_worker_that_is_out_of_reach_for_a_moment_in_a_round_brings_no_second_
         await asyncio.sleep(0.3)
         assert [worker.state().agreed.epoch for worker in pair] == [2, 2]
         assert len(bench.events("replanned")) == 1
+
+    run(bench, work)
+
+
+def test_a_decision_is_completed_also_when_one_that_has_heard_of_it_is_out_of_reach_for_a_moment(
+    pair: list[Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restart, reach = Restart(pair, tmp_path, monkeypatch), Reach(lost=False)
+    restart.befalls[1] = reach
+    restart.first(nothing)
+    restart.decide(0.7, told=(1,))
+
+    async def work(bench: Bench) -> None:
+        start, agree = bench.coordinator.start, bench.coordinator._recovery.agree
+        bench.coordinator._recovery.agree = lambda: None  # type: ignore[method-assign]
+        await start()
+        reach.lost = True
+        await bench.until(lambda: bool(bench.events("worker_lost")))
+        bench.coordinator._recovery.agree = agree  # type: ignore[method-assign]
+        agree()
+        await asyncio.sleep(0.4)  # some tries
+        assert restart.agreed()[0] == (2, 0.9)
+        reach.lost = False
+        await bench.until(lambda: bool(bench.events("commit_completed")))
+        await bench.until(lambda: not bench.coordinator._replans.apart)
+        assert restart.agreed() == [(3, 0.7), (3, 0.7)]
+
+    bench = restart.again(work)
+    assert not bench.events("replanned")
+
+
+def test_a_worker_that_has_not_heard_of_a_decision_hears_of_it_when_it_is_found(
+    pair: list[Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restart, reach = Restart(pair, tmp_path, monkeypatch), Reach(lost=False)
+    restart.befalls[0] = reach
+    restart.first(nothing)
+    restart.decide(0.7, told=(1,))
+
+    async def work(bench: Bench) -> None:
+        agree = bench.coordinator._recovery.agree
+        bench.coordinator._recovery.agree = lambda: None  # type: ignore[method-assign]
+        await bench.coordinator.start()
+        reach.lost = True
+        await bench.until(lambda: bool(bench.events("worker_lost")))
+        bench.coordinator._recovery.agree = agree  # type: ignore[method-assign]
+        agree()
+        await asyncio.sleep(0.4)
+        assert bench.coordinator._replans.apart, "one is away that has not heard of it"
+        reach.lost = False
+        await bench.until(lambda: bool(bench.events("worker_found")))
+        await bench.until(lambda: not bench.coordinator._replans.apart)
+        assert restart.agreed() == [(3, 0.7), (3, 0.7)]
+
+    bench = restart.again(work)
+    assert not bench.events("replanned")
+
+
+def test_workers_that_were_silent_keep_each_its_own_budget_of_the_epoch(
+    pair: list[Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third = Worker(start_of(rank=2, store_namespace=pair[0]._start.store_namespace))
+    third.setup()
+    try:
+        restart = Restart([*pair, third], tmp_path, monkeypatch, silent="12")
+        restart.first(nothing)
+        restart.decide(0.9, 0.7, 0.8, told=(1, 2))
+
+        async def work(bench: Bench) -> None:
+            assert (await bench.coordinator.status()).epoch == 2
+            restart.answer()
+            await bench.until(lambda: len(bench.events("worker_found")) == 2)
+            await bench.until(lambda: not bench.coordinator._replans.apart)
+            assert restart.agreed() == [(3, 0.9), (3, 0.7), (3, 0.8)]
+
+        restart.again(work)
+    finally:
+        third.close()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_worker_that_gave_way_before_it_joined_changes_nothing_for_the_others(
+    pair: list[Worker], tmp_path: Path, first: bool
+) -> None:
+    bench = Bench(pair, tmp_path / "events.jsonl", automatic=False)
+    gave_way = pair[0 if first else 1]
+    before = [worker.state().weight_bytes for worker in pair]
+    assert gave_way._manager is not None
+    gave_way._manager._give_way()
+    step(gave_way)
+    assert gave_way.state().epoch == 2 and gave_way.state().agreed.epoch == 0
+
+    async def work() -> None:
+        await bench.admit()
+        await asyncio.sleep(0.3)
+        for worker in pair:
+            await asyncio.to_thread(step, worker)
+        assert [worker.state().agreed.epoch for worker in pair] == ([2, 2] if first else [1, 1])
+        after = [worker.state().weight_bytes for worker in pair]
+        other = 1 if first else 0
+        assert after[other] == before[other] and pair[other].state().budget == 0.5
+        assert after[1 - other] < before[1 - other]
+        assert not bench.events("replanned")
 
     run(bench, work)
