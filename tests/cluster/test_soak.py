@@ -34,7 +34,7 @@ from tests.cluster.test_batch_job import assert_all_right, events_of
 
 logger = logging.getLogger(__name__)
 
-SHORT_SECONDS = 40
+SHORT_SECONDS = 60
 LONG_SECONDS = float(os.environ.get("FLEXTENSOR_SOAK_SECONDS", "1800"))
 ITEMS_A_SECOND = 7
 MOST_ITEMS_A_SECOND = 14
@@ -237,7 +237,8 @@ def soak(start_run: Callable[..., Run], seconds: float, seed: int, *, items_a_se
     assert_all_right(run)
     assert answered(run) == answered(quiet), said
     assert chaos.done["kill"] >= 1 and chaos.done["replan"] >= 3 and chaos.done["link"] >= 1, said
-    assert any(event["event"] == "worker_lost" for event in events_of(run))
+    # Not each loss is in the log, which the coordinator writes: it is killed too. Who comes back joins.
+    assert len({event["pid"] for event in events_of(run) if event["event"] == "worker_joined"}) > 2, said
     assert chaos.longest_away < MOST_AWAY, f"a worker was away for {chaos.longest_away:.0f} s; {said}"
     assert chaos.most_stores <= 1, f"{chaos.most_stores} segments of one model; {said}"
     for (what, pid), footprint in chaos.footprints.items():

@@ -100,8 +100,10 @@ def test_edits_of_an_unknown_name_or_inside_a_forward_are_refused(pair: MakePair
     one.run(4)
 
 
-@pytest.mark.parametrize("calls", [0, 1, 3, 6])
-@pytest.mark.parametrize("name", ["layers.0.up", "layers.3.down", "layers.5.up"])
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [("layers.0.up", 0), ("layers.3.down", 1), ("layers.5.up", 3), ("layers.3.down", 6), ("layers.0.up", 6)],
+)
 def test_a_parameter_replaced_by_one_of_the_same_shape(pair: MakePair, name: str, calls: int) -> None:
     one = pair(Blocks(), noise(2, 48))
     one.run(calls)
