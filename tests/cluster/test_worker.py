@@ -163,7 +163,7 @@ def test_a_worker_that_gave_way_after_it_agreed_keeps_what_it_has(worker: Worker
     assert worker.state().epoch == 3 and worker.state().weight_bytes > 0.5 * TINY_BYTES
 
 
-def test_a_worker_that_gives_way_in_the_step_that_is_waited_for_does_not_agree(worker: Worker) -> None:
+def test_a_worker_that_gives_way_in_the_step_that_is_waited_for_does_not_agree(worker: Worker, tmp_path: Path) -> None:
     run_items(worker, "a")
     proposal = worker.propose(1, 0.9, None, None)
     refusals: list[str] = []
@@ -174,15 +174,18 @@ def test_a_worker_that_gives_way_in_the_step_that_is_waited_for_does_not_agree(w
         except Refused as refused:
             refusals.append(str(refused))
 
-    lease = Lease(0, ({"id": "a", "steps": 2, "seconds": 1.0},))
+    # The step lasts until it is told to hurry.
+    lease = Lease(0, ({"id": "a", "steps": 2, "seconds": 30.0, "hurry": str(tmp_path / "hurry")},))
     running, preparing = threading.Thread(target=worker.run, args=(lease,)), threading.Thread(target=prepare)
     before = worker.state().steps
     running.start()
     while worker.state().steps == before:
         time.sleep(0.01)
     preparing.start()
-    time.sleep(0.3)
+    while worker._gate._awaited_by is None:
+        time.sleep(0.01)
     get_offload_manager("worker-0")._give_way()
+    (tmp_path / "hurry").touch()
     preparing.join(30)
     running.join(30)
     assert refusals and "memory did not suffice" in refusals[0]
