@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import logging
 import time
 import warnings
@@ -46,10 +47,12 @@ _TEXT_SLOTS = 2
 class WanT2VTask:
     """One video an item. See ``cluster.task.Task`` and the note above.
 
-    Raises TaskInputError for wrong options and for a checkpoint that cannot be used.
+    Raises TaskInputError for wrong options, for a checkpoint that cannot be used and where diffusers is not installed.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
+        if missing := [name for name in ("diffusers", "PIL") if importlib.util.find_spec(name) is None]:
+            raise TaskInputError(f"videos need {' and '.join(missing)}: pip install 'flextensor-ray[diffusers]'")
         self.options = WanOptions.parse(options)
         self.choice = CompileChoice.parse(options)
         try:

@@ -293,3 +293,9 @@ def test_videos_are_whole_when_they_appear_and_names_are_plain(tmp_path: Path) -
     assert file_stem("plain-1.a") == "plain-1.a"
     stems = {file_stem(key) for key in ("a/b", "a b", "../a", "ä", "a" * 200, "")}
     assert len(stems) == 6 and all("/" not in stem and not stem.startswith(".") for stem in stems)
+
+
+def test_without_diffusers_the_task_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wan_t2v.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    with pytest.raises(TaskInputError, match=r"need diffusers and PIL: pip install 'flextensor-ray\[diffusers\]'"):
+        WanT2VTask({"tiny": True})
