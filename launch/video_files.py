@@ -25,7 +25,7 @@ def available_format(wanted: str) -> str:
 
     Raises ValueError when ``wanted`` has no encoder here.
     """
-    mp4 = _has("av") or (_has("imageio") and _has("imageio_ffmpeg"))
+    mp4 = has_module("av") or (has_module("imageio") and has_module("imageio_ffmpeg"))
     if wanted == "auto":
         return "mp4" if mp4 else "webp" if _webp() else "gif"
     if wanted == "mp4" and not mp4:
@@ -39,7 +39,7 @@ def write_video(frames: Frames, path: Path, *, fps: int) -> None:
     """Write ``path``, in the format that its suffix names; whole when it appears under its name."""
     with whole_file(path) as part:
         if path.suffix == ".mp4":
-            (_write_with_av if _has("av") else _write_with_imageio)(frames, part, fps)
+            (_write_with_av if has_module("av") else _write_with_imageio)(frames, part, fps)
         else:
             _write_animation(frames, part, fps)
 
@@ -77,7 +77,8 @@ def _write_with_imageio(frames: Frames, path: Path, fps: int) -> None:
     imageio.mimwrite(str(path), list(frames), fps=fps, codec="libx264", quality=9, macro_block_size=1)
 
 
-def _has(module: str) -> bool:
+def has_module(module: str) -> bool:
+    """True where it is installed; it is not imported."""
     return importlib.util.find_spec(module) is not None
 
 

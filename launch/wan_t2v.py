@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import logging
 import time
 import warnings
@@ -25,7 +24,7 @@ from flextensor.checkpoint_files import files_stamp
 from flextensor.config import OffloadConfig
 from launch.compile_choice import CompileChoice
 from launch.model_files import TaskInputError
-from launch.video_files import available_format, write_preview, write_video
+from launch.video_files import available_format, has_module, write_preview, write_video
 from launch.wan_files import read_index
 from launch.wan_latents import KeptLatents
 from launch.wan_options import TINY_RESIDENT_BELOW, WanOptions
@@ -51,7 +50,7 @@ class WanT2VTask:
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
-        if missing := [name for name in ("diffusers", "PIL") if importlib.util.find_spec(name) is None]:
+        if missing := [name for name in ("diffusers", "PIL") if not has_module(name)]:
             raise TaskInputError(f"videos need {' and '.join(missing)}: pip install 'flextensor-ray[diffusers]'")
         self.options = WanOptions.parse(options)
         self.choice = CompileChoice.parse(options)

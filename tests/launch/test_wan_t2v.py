@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import uuid
@@ -296,6 +297,6 @@ def test_videos_are_whole_when_they_appear_and_names_are_plain(tmp_path: Path) -
 
 
 def test_without_diffusers_the_task_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wan_t2v.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TaskInputError, match=r"need diffusers and PIL: pip install 'flextensor-ray\[diffusers\]'"):
         WanT2VTask({"tiny": True})
