@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.messages import Item, ReplanOutcome, ReplanRequest, RunStatus
+from cluster.messages import Item, JobProgress, ReplanOutcome, ReplanRequest, RunStatus
 from cluster.pool import NoWorkers
 from tests.cluster.conftest import TINY_BYTES, TINY_OPTIONS, Run
 
@@ -54,7 +54,7 @@ def assert_answers_right(run: Run) -> None:
 
     answers = answers_of(run)
     want = expected([item for item in run.items if item["id"] in answers], TINY_OPTIONS)
-    assert len(want) > 4 and {key: answer["text"] for key, answer in answers.items()} == want
+    assert len(want) >= 4 and {key: answer["text"] for key, answer in answers.items()} == want
 
 
 def events_of(run: Run) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def events_of(run: Run) -> list[dict[str, Any]]:
 
 
 def status_of(run: Run) -> RunStatus:
-    status: RunStatus = ray.get(run.coordinator.status.remote(), timeout=30)
+    status: RunStatus = ray.get(run.coordinator.status.remote(), timeout=120)
     return status
 
 
@@ -70,27 +70,49 @@ def items_of(count: int, **more: Any) -> list[Item]:
     return [{"id": f"i{k}", **more} for k in range(count)]
 
 
-def test_replans_in_the_middle_move_all_workers_and_change_no_answer(start_run: Callable[..., Run]) -> None:
-    run = start_run(items_of(60, steps=8, seconds=0.01))
-    outcomes: list[ReplanOutcome] = []
+def run_with(run: Run, work: Callable[[], None]) -> JobProgress:
+    """Run the job until ``work`` has ended, which begins when both workers take leases and items are done."""
+    errors: list[BaseException] = []
+    ended = threading.Event()
 
-    def replan() -> None:
-        for budget in (0.9, 0.4, None, 0.6):
-            request = ReplanRequest(budget=budget, latency=budget is None, reason=f"to {budget}")
-            outcomes.append(ray.get(run.coordinator.replan.remote(request), timeout=60))
-        outcomes.append(ray.get(run.coordinator.rollback.remote(), timeout=60))
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            ended.set()
 
-    asker = threading.Thread(target=replan)
+    thread = threading.Thread(target=guarded)
 
     def during(progress: Any) -> None:
-        if progress.done >= 4 and len(run.pool.ready) == 2 and asker.ident is None:
-            asker.start()
+        if ended.is_set():
+            finish(run)
+        elif progress.done >= 2 and len(run.pool.ready) == 2 and thread.ident is None:
+            thread.start()
 
     run.during = during
     progress = run.job.run()
-    asker.join(60)
-    assert_all_right(run)
-    assert progress.done == 60 and progress.tokens == 60 * 8
+    assert thread.ident is not None, "the job ended before the test began"
+    thread.join(120)
+    if errors:
+        raise errors[0]
+    return progress
+
+
+def test_replans_in_the_middle_move_all_workers_and_change_no_answer(start_run: Callable[..., Run]) -> None:
+    run = start_run(items_of(3000, steps=8, seconds=0.01))
+    outcomes: list[ReplanOutcome] = []
+
+    def replans() -> None:
+        for budget in (0.9, 0.4, None, 0.6):
+            request = ReplanRequest(budget=budget, latency=budget is None, reason=f"to {budget}")
+            outcomes.append(ray.get(run.coordinator.replan.remote(request), timeout=120))
+        outcomes.append(ray.get(run.coordinator.rollback.remote(), timeout=120))
+
+    progress = run_with(run, replans)
+    assert_answers_right(run)
+    assert progress.tokens == len(answers_of(run)) * 8
     assert [outcome.committed for outcome in outcomes] == [True] * 5, [outcome.reason for outcome in outcomes]
     first = outcomes[0].epoch
     assert [outcome.epoch for outcome in outcomes] == list(range(first, first + 5))
@@ -104,22 +126,19 @@ def test_replans_in_the_middle_move_all_workers_and_change_no_answer(start_run: 
 
 
 def test_a_replan_that_fits_nobody_is_refused_and_names_what_is_needed(start_run: Callable[..., Run]) -> None:
-    run = start_run(items_of(20, steps=4, seconds=0.02))
+    run = start_run(items_of(3000, steps=4, seconds=0.02))
     outcomes: list[ReplanOutcome] = []
 
-    def during(progress: Any) -> None:
-        if progress.done >= 2 and len(run.pool.ready) == 2 and len(outcomes) < 3:
-            for request in (
-                ReplanRequest(budget=1000),
-                ReplanRequest(budget=0.8, dry_run=True),
-                ReplanRequest(budget=0.8, workers=(7,)),
-            ):
-                outcomes.append(ray.get(run.coordinator.replan.remote(request), timeout=60))
+    def replans() -> None:
+        for request in (
+            ReplanRequest(budget=1000),
+            ReplanRequest(budget=0.8, dry_run=True),
+            ReplanRequest(budget=0.8, workers=(7,)),
+        ):
+            outcomes.append(ray.get(run.coordinator.replan.remote(request), timeout=120))
 
-    run.during = during
-    before = run.job.run()
-    assert before.done == 20
-    assert_all_right(run)
+    run_with(run, replans)
+    assert_answers_right(run)
     too_small, dry, nobody = outcomes
     assert not too_small.committed and "bytes are needed" in too_small.reason
     assert not dry.committed and dry.dry_run and dry.reason == "" and len(dry.changes) == 2
@@ -138,7 +157,7 @@ def test_a_killed_worker_comes_back_with_the_agreed_plan_and_no_item_is_lost(sta
         if len(pids) == 3:
             left.update(finish(run))
         elif len(run.pool.ready) == 2 and not killed and len(pids) == 2:
-            outcome = ray.get(run.coordinator.replan.remote(ReplanRequest(budget=0.7)), timeout=60)
+            outcome = ray.get(run.coordinator.replan.remote(ReplanRequest(budget=0.7)), timeout=120)
             assert outcome.committed, outcome.reason
             killed.append(status_of(run).workers[0].pid)
             os.kill(killed[0], signal.SIGKILL)
@@ -159,18 +178,18 @@ def test_a_worker_that_dies_without_a_lease_is_set_up_again(start_run: Callable[
     run = start_run(items_of(24, steps=4, seconds=0.05))
     while len(run.pool.ready) < 2:
         run.pool.settle_next(1.0)
-    before = [ray.get(slot.handle.state.remote(), timeout=30) for slot in run.pool.slots]
+    before = [ray.get(slot.handle.state.remote(), timeout=120) for slot in run.pool.slots]
     os.kill(before[1].pid, signal.SIGKILL)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while True:  # nobody asks for anything that would tell the driver
         with contextlib.suppress(ray.exceptions.RayActorError):
-            if ray.get(run.pool.slots[1].handle.state.remote(), timeout=30).pid != before[1].pid:
+            if ray.get(run.pool.slots[1].handle.state.remote(), timeout=120).pid != before[1].pid:
                 break
         assert time.monotonic() < end, "Ray does not start it again"
         time.sleep(0.1)
     run.job.run()
     assert_all_right(run)
-    after = ray.get(run.pool.slots[1].handle.state.remote(), timeout=30)
+    after = ray.get(run.pool.slots[1].handle.state.remote(), timeout=120)
     assert {answer["pid"] for answer in answers_of(run).values()} == {before[0].pid, after.pid}
     assert not any(event["event"] == "lease_failed" for event in events_of(run)), (
         "its leases went to who could take them"

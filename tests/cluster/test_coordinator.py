@@ -15,47 +15,21 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.messages import JobProgress, ReplanOutcome, ReplanRequest, RunStatus
+from cluster.messages import ReplanOutcome, ReplanRequest, RunStatus
 from tests.cluster.conftest import Run
 from tests.cluster.test_batch_job import (
-    assert_all_right,
     assert_answers_right,
     events_of,
-    finish,
     items_of,
+    run_with,
     status_of,
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
 
-def run_with(run: Run, work: Callable[[], None]) -> JobProgress:
-    """Run the job; ``work`` goes on beside it from the moment when both workers take leases and items are done."""
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=guarded)
-
-    def during(progress: Any) -> None:
-        if progress.done >= 2 and len(run.pool.ready) == 2 and thread.ident is None:
-            thread.start()
-
-    run.during = during
-    progress = run.job.run()
-    thread.join(90)
-    assert thread.ident is not None, "the job ended before the test began"
-    if errors:
-        raise errors[0]
-    return progress
-
-
 def replan(run: Run, **request: Any) -> ReplanOutcome:
-    outcome: ReplanOutcome = ray.get(run.coordinator.replan.remote(ReplanRequest(**request)), timeout=90)
+    outcome: ReplanOutcome = ray.get(run.coordinator.replan.remote(ReplanRequest(**request)), timeout=120)
     return outcome
 
 
@@ -65,16 +39,10 @@ def test_a_worker_that_dies_in_a_round_stops_it_and_the_next_round_goes_well(sta
     outcomes: list[ReplanOutcome] = []
 
     def work() -> None:
-        try:
-            rounds()
-        finally:
-            finish(run)  # there was work however long the new process took to start
-
-    def rounds() -> None:
         pid = status_of(run).workers[1].pid
         threading.Timer(0.15, os.kill, (pid, signal.SIGKILL)).start()
         outcomes.append(replan(run, budget=0.8, measure=False))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             outcomes.append(replan(run, budget=0.9))
             if outcomes[-1].committed and len(outcomes[-1].changes) == 2:
@@ -96,7 +64,7 @@ def test_a_late_worker_stops_the_round_and_nobody_moves(start_run: Callable[...,
     # busy machine too.
     items = items_of(4, steps=1, seconds=0.01)
     for item in items[2:]:
-        item |= {"seconds": 30.0, "hurry": str(tmp_path / "hurry")}
+        item |= {"seconds": 300.0, "hurry": str(tmp_path / "hurry")}
     run = start_run(items, batch=1, prepare_timeout=0.1)
     outcomes: list[ReplanOutcome] = []
     epochs: list[set[int]] = []
@@ -109,7 +77,7 @@ def test_a_late_worker_stops_the_round_and_nobody_moves(start_run: Callable[...,
         (tmp_path / "hurry").touch()
 
     run_with(run, work)
-    assert_all_right(run)
+    assert_answers_right(run)
     assert torch_there == [False], "a coordinator that has seen plans makes no CUDA context"
     assert not outcomes[0].committed and "step boundary" in outcomes[0].reason
     assert outcomes[0].epoch == 1 and epochs == [{1}]
@@ -118,13 +86,13 @@ def test_a_late_worker_stops_the_round_and_nobody_moves(start_run: Callable[...,
 
 
 def test_pause_holds_every_worker_and_a_replan_works_meanwhile(start_run: Callable[..., Run]) -> None:
-    run = start_run(items_of(40, steps=4, seconds=0.02))
+    run = start_run(items_of(3000, steps=4, seconds=0.02))
     steps: list[list[int]] = []
     outcomes: list[ReplanOutcome] = []
 
     def work() -> None:
-        assert ray.get(run.coordinator.pause.remote(True), timeout=30) == 2
-        end = time.monotonic() + 60
+        assert ray.get(run.coordinator.pause.remote(True), timeout=120) == 2
+        end = time.monotonic() + 120
         while not all(state.parked for state in status_of(run).workers):
             assert time.monotonic() < end, "the workers do not stand"
             time.sleep(0.1)
@@ -132,10 +100,10 @@ def test_pause_holds_every_worker_and_a_replan_works_meanwhile(start_run: Callab
             steps.append([state.steps for state in status_of(run).workers])
             time.sleep(0.7)
         outcomes.append(replan(run, budget=0.9, workers=(1,)))
-        ray.get(run.coordinator.pause.remote(False), timeout=30)
+        ray.get(run.coordinator.pause.remote(False), timeout=120)
 
     run_with(run, work)
-    assert_all_right(run)
+    assert_answers_right(run)
     assert steps[0] == steps[1]
     assert outcomes[0].committed, outcomes[0].reason
     states = status_of(run).workers
@@ -151,7 +119,7 @@ def test_a_coordinator_started_again_knows_the_run_from_its_workers(start_run: C
     def kill_coordinator() -> None:
         before = restarts()
         ray.kill(run.coordinator, no_restart=False)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while restarts() == before:
             assert time.monotonic() < deadline
             with contextlib.suppress(ray.exceptions.RayActorError):
@@ -163,22 +131,19 @@ def test_a_coordinator_started_again_knows_the_run_from_its_workers(start_run: C
         return sum(event["event"] == "coordinator_restarted" for event in events_of(run))
 
     def work() -> None:
-        try:
-            outcomes.append(replan(run, budget=0.8))
-            kill_coordinator()
-            outcomes.append(replan(run, budget=0.7))
-            # Workers that stand have agreed on what they take at their next step: that is what the run is at.
-            assert ray.get(run.coordinator.pause.remote(True), timeout=30) == 2
-            deadline = time.monotonic() + 60
-            while not all(state.parked for state in status_of(run).workers):
-                assert time.monotonic() < deadline, "the workers do not stand"
-                time.sleep(0.1)
-            outcomes.append(replan(run, budget=0.6))
-            kill_coordinator()
-            outcomes.append(replan(run, budget=0.9))
-            ray.get(run.coordinator.pause.remote(False), timeout=30)
-        finally:
-            finish(run)
+        outcomes.append(replan(run, budget=0.8))
+        kill_coordinator()
+        outcomes.append(replan(run, budget=0.7))
+        # Workers that stand have agreed on what they take at their next step: that is what the run is at.
+        assert ray.get(run.coordinator.pause.remote(True), timeout=120) == 2
+        deadline = time.monotonic() + 120
+        while not all(state.parked for state in status_of(run).workers):
+            assert time.monotonic() < deadline, "the workers do not stand"
+            time.sleep(0.1)
+        outcomes.append(replan(run, budget=0.6))
+        kill_coordinator()
+        outcomes.append(replan(run, budget=0.9))
+        ray.get(run.coordinator.pause.remote(False), timeout=120)
 
     run_with(run, work)
     assert_answers_right(run)
