@@ -87,7 +87,7 @@ class Run:
                 namespace=self.namespace, events_path=str(self.events), **({"poll": 0.2, "automatic": False} | options)
             )
         )
-        ray.get(self.coordinator.start.remote(), timeout=60)
+        ray.get(self.coordinator.start.remote(), timeout=120)
 
         def make(rank: int) -> Any:
             start = WorkerStart(
@@ -124,7 +124,7 @@ class Run:
         self.during(progress)
 
     def close(self) -> None:
-        self.pool.close(timeout=10)
+        self.pool.close(timeout=60)
         self.journal.close()
         ray.kill(self.coordinator)
 

@@ -12,7 +12,7 @@ from tiny_task import TinyTask
 from cluster.messages import Item
 from cluster.task import TaskContext
 
-PATIENCE = 60.0
+PATIENCE = 240.0
 """Seconds after which a step goes on alone."""
 
 

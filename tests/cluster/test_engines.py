@@ -66,14 +66,15 @@ def test_a_step_boundary_of_any_manager_keeps_the_gate(worker: Worker, wanted: i
     proposal = worker.propose(1, 0.8, None, None)
     began = worker.state().steps
     thread = threading.Thread(target=run_item, args=(worker,))
+    worker.hold(1)  # it stands before its first step until it is said how far it goes
     thread.start()
-    prepared = worker.prepare(1, 2, proposal.plans, 0.8, 30.0, stands_at=began + 6 * wanted + 3)
+    prepared = worker.prepare(1, 2, proposal.plans, 0.8, 120.0, stands_at=began + 6 * wanted + 3)
     stood = worker.state()
     assert stood.steps == began + 6 * wanted + 3 and stood.parked
     time.sleep(0.1)
     assert worker.state().steps == stood.steps == prepared.step_index
     assert worker.commit(1) > 0.09
-    thread.join(20)
+    thread.join(120)
     assert worker.state().steps == began + 18 and not worker.state().refusal
 
 
@@ -153,16 +154,16 @@ def test_a_model_whose_first_plan_is_solved_while_a_round_comes_in_takes_the_rou
         solved = solve(*arguments, **settings)  # type: ignore[arg-type]
         if not solving.is_set():
             solving.set()
-            assert decided.wait(60)
+            assert decided.wait(120)
         return solved
 
     monkeypatch.setattr(engines, "_solve_one", solve_slowly)
     thread = threading.Thread(target=run_item, args=(worker,), kwargs={"late": True})
     thread.start()
-    assert solving.wait(60)
+    assert solving.wait(120)
     worker.commit(3)
     decided.set()
-    thread.join(60)
+    thread.join(120)
     run_item(worker, late=True)
     states = {one.name: one for one in worker.state().engines}
     assert {one.epoch for one in states.values()} == {4}
@@ -229,18 +230,18 @@ def test_a_commit_does_not_wait_for_somebody_who_edits_weights(worker: Worker) -
     def edit() -> None:
         with manager.edit_weights(name):
             inside.set()
-            commit_done.wait(20)
+            commit_done.wait(120)
             sys.modules["tiny_task"].answer(worker._task.models[""], {"id": "a"}, 1)  # type: ignore[union-attr]
         done.set()
 
     worker.prepare(1, 2, proposal.plans, 0.9, 1.0)
     thread = threading.Thread(target=edit)
     thread.start()
-    assert inside.wait(20)
+    assert inside.wait(60)
     committing = threading.Thread(target=lambda: (worker.commit(1), commit_done.set()))
     committing.start()
-    assert commit_done.wait(10), "the commit waits for the block"
-    assert done.wait(10)
-    thread.join(5)
-    committing.join(5)
+    assert commit_done.wait(60), "the commit waits for the block"
+    assert done.wait(60)
+    thread.join(60)
+    committing.join(60)
     assert manager.epoch == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from cluster.joint import Link, Load, Outlook, fair_shares, is_better, links_of, score, settle
@@ -68,6 +68,7 @@ def test_a_group_over_several_links_has_one_pace_and_leaves_bytes_to_a_neighbour
     assert settle(links, loads).bandwidth[2] < 6.0
 
 
+@settings(deadline=None)
 @given(
     some.dictionaries(some.integers(0, 7), some.floats(0, 100), min_size=1),
     some.floats(1, 100),
@@ -82,6 +83,7 @@ def test_fair_shares_spend_the_link_once_and_starve_nobody(demands: dict[int, fl
         assert sum(shares.values()) == pytest.approx(capacity)
 
 
+@settings(deadline=None)
 @given(
     some.lists(some.tuples(some.floats(0.01, 10), some.floats(0, 100)), min_size=2, max_size=6),
     some.floats(1, 50),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.leases import LeaseQueue, make_batches
@@ -14,6 +14,7 @@ def items_of(count: int) -> list[Item]:
     return [{"id": f"i{k}", "prompt": "x" * (k * 7 % 5)} for k in range(count)]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 7))
 def test_batches_hold_every_item_once_sorted_by_length(count: int, size: int) -> None:
     batches = make_batches(items_of(count), size, lambda item: len(item["prompt"]))
@@ -29,6 +30,7 @@ def test_a_batch_of_no_items_is_refused() -> None:
         make_batches(items_of(3), 0, len)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 5), st.integers(1, 4), st.data())
 def test_every_item_ends_once_and_a_bad_one_after_its_attempts(
     count: int, size: int, attempts: int, data: st.DataObject

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +9,16 @@ import pytest
 
 from cluster.messages import ReplanOutcome
 from tests.cluster.conftest import Run
-from tests.cluster.test_batch_job import answers_of, assert_answers_right, events_of, finish, items_of, status_of
-from tests.cluster.test_coordinator import replan, run_with
+from tests.cluster.test_batch_job import (
+    answers_of,
+    assert_answers_right,
+    events_of,
+    items_of,
+    on_one_epoch,
+    run_with,
+    status_with,
+)
+from tests.cluster.test_coordinator import replan
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
@@ -42,9 +49,8 @@ def test_a_lockstep_group_changes_plans_before_the_same_step(start_run: Callable
         try:
             for budget in (0.9, 0.4, 0.7):
                 outcomes.append(replan(run, budget=budget, measure=budget == 0.4))
-                time.sleep(0.2)
+                status_with(run, on_one_epoch)
         finally:
-            finish(run)
             (folder / "over").touch()
 
     run_with(run, work)
@@ -62,4 +68,4 @@ def test_a_lockstep_group_changes_plans_before_the_same_step(start_run: Callable
     for outcome, epoch in zip(outcomes, (2, 3, 4), strict=True):
         first = min(number for number, epochs in seen.items() if epochs == {epoch})
         assert outcome.step_indexes[0] == first
-    assert {state.epoch for state in status_of(run).workers} == {4}
+    assert status_with(run, on_one_epoch).epoch == 4

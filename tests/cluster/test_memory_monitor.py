@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster import memory_monitor
 from cluster.memory_monitor import NodeMemory, memory_of_nodes, read_node, warn_where_it_kills, warning
 
 GIB = 1 << 30
@@ -53,7 +54,10 @@ def test_settings_of_the_cluster_win_over_the_nodes_environment(
 
 @pytest.mark.ray
 @pytest.mark.xdist_group("ray")
-def test_a_ray_that_we_started_has_no_monitor_and_each_node_says_so(local_ray: str) -> None:
+def test_a_ray_that_we_started_has_no_monitor_and_each_node_says_so(
+    local_ray: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_monitor, "ANSWER_TIMEOUT", 120.0)
     (found,) = memory_of_nodes()
     assert found.refresh_ms == 0 and found.node == "127.0.0.1"
     assert found.total > GIB and found.tmpfs > 0
@@ -63,7 +67,9 @@ def test_a_ray_that_we_started_has_no_monitor_and_each_node_says_so(local_ray: s
 ATTACHING = """
 import logging, sys
 from ray._private import state
+from cluster import memory_monitor
 from cluster.session import attach
+memory_monitor.ANSWER_TIMEOUT = 120.0
 logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
 state.GlobalState.get_system_config = lambda self: {"memory_monitor_refresh_ms": 250, "memory_usage_threshold": 0.01}
 print(attach(sys.argv[1], namespace="attaching"))
@@ -74,7 +80,7 @@ print(attach(sys.argv[1], namespace="attaching"))
 @pytest.mark.xdist_group("ray")
 def test_who_attaches_to_a_ray_whose_monitor_can_kill_is_told_so_once_a_node(local_ray: str) -> None:
     """A Ray that says of itself that its monitor is on, and kills beyond 1% of memory, which is in use already."""
-    done = subprocess.run([sys.executable, "-c", ATTACHING, local_ray], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", ATTACHING, local_ray], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (0, f"{local_ray}\n"), done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "memory monitor" in line]
     assert line.startswith("cluster.memory_monitor: Ray's memory monitor is on at node 127.0.0.1 (every 250 ms)")

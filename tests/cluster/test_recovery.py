@@ -44,7 +44,7 @@ class Restart:
 
     def _before(self, rank: int, silent: bool) -> Callable[[str], None]:
         def before(method: str) -> None:
-            assert not silent or self._answers.wait(60)
+            assert not silent or self._answers.wait(120)
             self.befalls.get(rank, lambda method: None)(method)
 
         return before
@@ -65,7 +65,7 @@ class Restart:
 
     def again(self, work: Callable[[Bench], Any]) -> Bench:
         """Another one, started again."""
-        timeout = 0.3 if self._silent else 10.0
+        timeout = 3.0 if self._silent else 120.0
         bench = Bench(self.workers, self._path / "events.jsonl", automatic=False, learn_timeout=timeout)
         bench.coordinator._recover = True
 
@@ -192,8 +192,8 @@ def test_it_waits_for_nobody_and_takes_up_the_later_epoch_of_one_that_was_silent
     async def work(bench: Bench) -> None:
         began = time.monotonic()
         status = await bench.coordinator.status()
-        assert time.monotonic() - began < 5, "well below commit_timeout"
-        assert status.epoch == 2 and "no answer within 0.3 s" in status.missing[0]
+        assert time.monotonic() - began < 25, "below commit_timeout"
+        assert status.epoch == 2 and "no answer within 3.0 s" in status.missing[0]
         restart.answer()
         await bench.until(lambda: bool(bench.events("commit_completed")))
         assert restart.agreed() == [(3, 0.7), (3, 0.7)] and not failures

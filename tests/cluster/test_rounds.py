@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,7 @@ class Bench:
 
     def __init__(self, workers: list[Worker], path: Path, **options: Any) -> None:
         self.workers, self.path = workers, path
-        settings = {"poll": 0.05, "rollback_margin": None} | options
+        settings = {"poll": 0.05, "rollback_margin": None, "automatic": False} | options
         self.coordinator = Coordinator(CoordinatorOptions("unit", str(path), **settings))
 
     async def admit(self, before: dict[int, Callable[[str], None]] | None = None) -> None:
@@ -54,7 +54,7 @@ class Bench:
     def events(self, name: str) -> list[dict[str, Any]]:
         return [e for line in self.path.read_text().splitlines() if (e := json.loads(line))["event"] == name]
 
-    async def until(self, what: Callable[[], bool], seconds: float = 20.0) -> None:
+    async def until(self, what: Callable[[], bool], seconds: float = 120.0) -> None:
         end = asyncio.get_running_loop().time() + seconds
         while not what():
             assert asyncio.get_running_loop().time() < end, self.path.read_text()
@@ -209,16 +209,24 @@ def test_a_worker_that_a_commit_did_not_reach_takes_the_plan_when_it_is_found(
 
 
 def test_a_worker_that_does_not_answer_in_time_joins_when_it_answers(pair: list[Worker], tmp_path: Path) -> None:
-    bench = Bench(pair, tmp_path / "events.jsonl", commit_timeout=0.5)
-    slow = [True]
+    bench, told = Bench(pair, tmp_path / "events.jsonl"), threading.Event()
 
     def befalls(method: str) -> None:
-        if method == "join" and slow and slow.pop():
-            time.sleep(1.0)
+        if method == "join" and not told.is_set():
+            told.wait(120)
+            no_answer(method)  # nobody waits for it any more
 
     async def work() -> None:
+        coordinator, roster = bench.coordinator, bench.coordinator._roster
+        first, second = LocalHandle(pair[0]), LocalHandle(pair[1], befalls)
+        await coordinator.enlist(0, first)
+        await coordinator.admit(0, first)
+        await coordinator.enlist(1, second)
+        patient, roster._options = roster._options, replace(roster._options, commit_timeout=0.5)
         with pytest.raises(TimeoutError):
-            await bench.admit({1: befalls})
+            await coordinator.admit(1, second)
+        roster._options = patient
+        told.set()
         assert [event["rank"] for event in bench.events("worker_joined")] == [0]
         await bench.until(lambda: bool(bench.events("worker_found")))
         outcome = await bench.coordinator.replan(ReplanRequest(budget=0.9, measure=False))

@@ -51,11 +51,11 @@ def test_where_there_is_a_gpu_the_coordinator_opens_no_file_of_its_driver(local_
     assert nvidia_files(os.getpid()), "this process has a context: it shows"
     coordinator = make_coordinator(CoordinatorOptions(namespace="no-context", automatic=False))
     try:
-        ray.get(coordinator.start.remote(), timeout=60)
-        ray.get(coordinator.progress.remote(JobProgress(total=1)), timeout=60)
-        ray.get(coordinator.replan.remote(ReplanRequest(dry_run=True)), timeout=60)
-        ray.get(coordinator.status.remote(), timeout=60)
-        pid = ray.get(coordinator.__ray_call__.remote(lambda actor: os.getpid()), timeout=60)
+        ray.get(coordinator.start.remote(), timeout=120)
+        ray.get(coordinator.progress.remote(JobProgress(total=1)), timeout=120)
+        ray.get(coordinator.replan.remote(ReplanRequest(dry_run=True)), timeout=120)
+        ray.get(coordinator.status.remote(), timeout=120)
+        pid = ray.get(coordinator.__ray_call__.remote(lambda actor: os.getpid()), timeout=120)
         assert pid != os.getpid() and nvidia_files(pid) == []
     finally:
         ray.kill(coordinator)
@@ -64,13 +64,13 @@ def test_where_there_is_a_gpu_the_coordinator_opens_no_file_of_its_driver(local_
 def test_the_coordinators_process_has_no_torch_and_sees_no_gpu(local_ray: str) -> None:
     coordinator = make_coordinator(CoordinatorOptions(namespace="no-torch", automatic=False))
     try:
-        outcome = ray.get(coordinator.replan.remote(ReplanRequest(dry_run=True)), timeout=60)
+        outcome = ray.get(coordinator.replan.remote(ReplanRequest(dry_run=True)), timeout=120)
         assert not outcome.committed and outcome.reason
         had = ray.get(
             coordinator.__ray_call__.remote(
                 lambda actor: ("torch" in sys.modules, "pynvml" in sys.modules, os.environ["CUDA_VISIBLE_DEVICES"])
             ),
-            timeout=60,
+            timeout=120,
         )
         assert had == (False, False, "")
     finally:

@@ -61,18 +61,15 @@ class Job:
         want = expected(self.items, OPTIONS)
         assert {line["id"]: line.get("text", line.get("error")) for line in lines} == want
 
-    def has_event(self, name: str) -> bool:
-        return any(event["event"] == name for event in self.events)
-
     def replans(self) -> list[dict[str, Any]]:
         """The rounds that moved all workers."""
         return [event for event in self.events if event["event"] == "replanned"]
 
 
-def write_job(folder: Path, name: str, *, items: int = 400, seconds: float = 0.1, **settings: Any) -> Job:
+def write_job(folder: Path, name: str, *, items: int = 400, seconds: float = 0.5, **settings: Any) -> Job:
     """``items`` items of 4 slow steps each; ``seconds``: the least that a step takes until the job is to hurry.
 
-    However long the commands of a test take, the job outlasts them: a minute and a half with two workers.
+    However long the commands of a test take, the job outlasts them: more than six minutes with two workers.
     """
     haste = folder / f"{name}.haste"
     slow = {"prompt": "-", "steps": 4, "seconds": seconds, "hurry": str(haste)}

@@ -112,7 +112,7 @@ class Sandbox:
             env={**self.environment, **environment},
         )
 
-    def ended(self, process: subprocess.Popen[str], timeout: float = 120) -> tuple[int, str]:
+    def ended(self, process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, str]:
         """Its exit code and all of its output."""
         try:
             output, _ = process.communicate(timeout=timeout)
@@ -122,7 +122,7 @@ class Sandbox:
             raise AssertionError(f"{process.args} did not end within {timeout} s:\n{output}") from None
         return process.returncode, output
 
-    def run(self, *command: str, timeout: float = 120, **environment: str) -> str:
+    def run(self, *command: str, timeout: float = 240, **environment: str) -> str:
         """The output of a command that must succeed."""
         code, output = self.ended(self.start(*command, **environment), timeout)
         assert code == 0, f"{' '.join(command)} ended with {code}:\n{output}"

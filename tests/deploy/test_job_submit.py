@@ -14,7 +14,7 @@ import pytest
 from tests.deploy.jobs import TOTAL_BYTES, Job, deployment, wait_for, write_job
 from tests.deploy.sandbox import Sandbox, beyond_loopback
 
-pytestmark = deployment(timeout=300)
+pytestmark = deployment(timeout=900)
 
 PORT = 6380
 ADDRESS = f"127.0.0.1:{PORT}"
@@ -58,7 +58,7 @@ def assert_succeeded(head: Sandbox, job: Job, submitted: Popen[str]) -> None:
 def flextensor(head: Sandbox, *arguments: str, code: int = 0, **environment: str) -> str:
     """A command of ours, started on the head by hand; its output."""
     process = head.start(sys.executable, "-m", "launch", *arguments, "--address", ADDRESS, **environment)
-    ended, output = head.ended(process, 90)
+    ended, output = head.ended(process, 240)
     assert ended == code, f"{arguments} ended with {ended}:\n{output}"
     return output
 
@@ -118,7 +118,7 @@ def test_commands_reach_one_of_two_submitted_jobs_and_not_the_other(head: Sandbo
 def test_a_run_of_its_own_listens_on_loopback_only(sandbox: Sandbox) -> None:
     job = write_job(sandbox.folder, "alone")
     run = sandbox.start(sys.executable, "-m", "launch", "generate", "--config", str(job.config))
-    wait_for("a worker at work", lambda: job.lines or run.poll() is not None)
+    wait_for("both workers at work", lambda: len(job.pids) == 2 or run.poll() is not None)
     listeners = sandbox.listeners()
     assert len(listeners) > 3 and not beyond_loopback(listeners)
     assert (sandbox.home / ".ray" / "auth_token").exists(), "Ray of one's own asks for a token too"

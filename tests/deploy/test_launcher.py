@@ -16,7 +16,7 @@ import yaml
 from tests.deploy.jobs import TOTAL_BYTES, deployment, wait_for, write_job
 from tests.deploy.sandbox import ROOT, Sandbox, beyond_loopback, missing_for
 
-pytestmark = deployment(timeout=420)
+pytestmark = deployment(timeout=900)
 
 PORT = 2222
 

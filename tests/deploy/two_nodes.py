@@ -47,7 +47,7 @@ def main() -> None:
     )
     own_machine()
     second = cluster.add_node(num_gpus=1, num_cpus=1, node_ip_address="127.0.0.1", object_store_memory=80 << 20)
-    cluster.wait_for_nodes()
+    cluster.wait_for_nodes(timeout=120)
     print(json.dumps({"address": cluster.address}), flush=True)
     for line in sys.stdin:
         if line.strip() == "kill":
