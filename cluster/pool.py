@@ -49,8 +49,8 @@ class NoWorkers(RuntimeError):
 class Slot:
     """One rank. phase: ``starting``, ``held``, ``joining``, ``ready`` or ``given up``. setup: the answer that it waits
     for before it takes leases: its own while it starts, the coordinator's while it joins. in_flight: its leases in the
-    order in which it was given them, by the reference of the answer. begun, lost_at, joining_since, ask_at: monotonic
-    seconds."""
+    order in which it was given them, by the reference of the answer. process: its id, once it is set up on this
+    machine. begun, lost_at, joining_since, ask_at: monotonic seconds."""
 
     rank: int
     handle: Any
@@ -58,6 +58,7 @@ class Slot:
     setup: Any = None
     in_flight: dict[Any, Lease] = field(default_factory=dict)
     deaths: int = 0
+    process: int | None = None
     begun: float = 0.0
     lost_at: float = 0.0
     joining_since: float = 0.0
@@ -88,7 +89,7 @@ class WorkerPool:
             self._begin(slot)
 
     def _begin(self, slot: Slot) -> None:
-        slot.phase, slot.begun = "starting", time.monotonic()
+        slot.phase, slot.begun, slot.process = "starting", time.monotonic(), None
         self.coordinator.enlist.remote(slot.rank, slot.handle)
         slot.setup = slot.handle.setup.remote(self._sample)
 
@@ -157,7 +158,7 @@ class WorkerPool:
             self._settle_joining(slot, reference)
             return
         try:
-            ray.get(reference)
+            slot.process = _process_here(ray.get(reference))
         except RayActorError as error:
             self.lost(slot, error)
         except RayError as error:
@@ -248,7 +249,7 @@ class WorkerPool:
         seconds is killed, and so is at once who still loads: nothing of it can be ended in between."""
         alive = [slot for slot in self.slots if slot.phase != "given up"]
         running = [slot for slot in alive if slot.phase != "starting"]
-        processes = _processes_here(alive)
+        processes = [*_processes_here(alive), *(slot.process for slot in alive if slot.process is not None)]
         stops = [slot.handle.stop.remote() for slot in running]
         closes = [slot.handle.close.remote() for slot in running]
         if closes:
@@ -266,10 +267,13 @@ def _processes_here(slots: list[Slot]) -> list[int]:
     found = []
     for reference in answered:
         with contextlib.suppress(RayError):
-            state: WorkerState = ray.get(reference)
-            if state.node == socket.gethostname():
-                found.append(state.pid)
+            if (process := _process_here(ray.get(reference))) is not None:
+                found.append(process)
     return found
+
+
+def _process_here(state: WorkerState) -> int | None:
+    return state.pid if state.node == socket.gethostname() else None
 
 
 def _wait_until_gone(processes: list[int]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -226,6 +227,18 @@ def test_a_worker_that_dies_without_a_lease_is_set_up_again(start_run: Callable[
     assert not any(event["event"] == "lease_failed" for event in events_of(run)), (
         "its leases went to who could take them"
     )
+
+
+def test_the_end_waits_for_a_worker_that_does_not_answer(start_run: Callable[..., Run]) -> None:
+    """Its store is in use until its process is gone."""
+    run = start_run(items_of(4), workers=1)
+    run.job.run()
+    (slot,) = run.pool.slots
+    process = ray.get(slot.handle.state.remote(), timeout=120).pid
+    for _ in range(4):  # all threads that it answers with
+        slot.handle.__ray_call__.options(concurrency_group="control").remote(lambda worker: time.sleep(600))
+    run.pool.close(timeout=0.5)
+    assert not psutil.pid_exists(process)
 
 
 def test_bad_items_and_results_are_set_aside_and_their_neighbours_answered(
