@@ -20,7 +20,7 @@ from flextensor.store.file_format import Manifest, encode_header, first_differen
 from flextensor.store.filling import Reader, fill, thread_count
 from flextensor.store.host_store import MappedStore
 from flextensor.store.layout import Layout, StoredTensor, UnitSpec, make_layout, round_up
-from flextensor.store.locking import check_ours, holders, let_go
+from flextensor.store.locking import check_ours, holders, let_go, remove_unheld
 from flextensor.store.mapping import buffer_of, map_file, own_pages, page_size, restore_own_pages
 from flextensor.store.naming import StoreName, check_namespace, content_identity, remove_dead
 from flextensor.store.numa import place_shared, read_topology
@@ -217,6 +217,8 @@ class _Start:
                 finally:
                     election.release()
             if store is not None:
+                if election is None:  # who filled it may have died before it gave the right back
+                    remove_unheld(self._name.lock)
                 store.times.wait = waited
                 return store
             last = read_progress(self._name.lock) or last
