@@ -36,7 +36,7 @@ class CoordinatorOptions:
     namespace: str
     events_path: str | None = None
     poll: float = 1.0
-    measure_timeout: float = 60.0
+    measure_timeout: float = 120.0
     prepare_timeout: float = 30.0
     commit_timeout: float = 30.0
     learn_timeout: float = 5.0

@@ -21,7 +21,7 @@ from flextensor.profile import Profile
 
 logger = logging.getLogger(__name__)
 
-LIMIT_SECONDS = 50.0
+LIMIT_SECONDS = 100.0
 """Less than a coordinator waits for a proposal."""
 _CHILD = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
