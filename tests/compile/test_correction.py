@@ -47,7 +47,7 @@ def run(**settings):
 
 def in_a_new_process(body: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(body)], capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(body)], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr

@@ -197,11 +197,13 @@ def test_a_write_is_kept_by_a_plan_that_comes_at_the_last_moment(
     pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread may stage a plan at any moment until the step takes it."""
-    one = pair(Blocks(), noise(2, 48), budget=1.0)
+    one = pair(Blocks(), noise(2, 48))
     one.to_inference()
+    one.replan(1.0)
     manager, apply_staged = one.manager, one.manager._apply_staged
     plan = manager.solve(one.least())
-    name = next(w.name for at, w in enumerate(manager._weights) if at in manager.plan.resident and w.name in NAMES)
+    assert not manager.plan.offsets, "all weights are to be resident"
+    name = NAMES[0]
     for model in (one.model, one.reference):
         model.get_parameter(name).mul_(1.5)
 
@@ -312,10 +314,12 @@ def test_one_weight_under_two_names_in_one_unit(pair: MakePair) -> None:
 
 
 def test_a_ctrl_c_while_an_edit_is_put_in_force_loses_nothing(pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = pair(Blocks(), noise(2, 48), budget=0.7)
+    one = pair(Blocks(), noise(2, 48))
     one.to_inference()
+    one.replan(1.0)
     manager, quiesce = one.manager, one.manager._execution.quiesce
-    name = next(w.name for at, w in enumerate(manager._weights) if at in manager.plan.resident and w.name in NAMES)
+    assert not manager.plan.offsets, "all weights are to be resident"
+    name = NAMES[0]
 
     def interrupted() -> None:
         monkeypatch.undo()

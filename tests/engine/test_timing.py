@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import statistics
 import time
 
 import pytest
@@ -72,8 +73,8 @@ def test_every_step_is_timed_on_request_and_forgotten_on_request(pair: MakePair)
 def test_a_slow_link_shows_as_wait_and_not_as_compute(pair: MakePair, device: str) -> None:
     if device != "host":
         pytest.skip("the host device's link can be set")
-    link = 4e6  # so slow that what else happens between two steps on a busy machine does not count
-    one = pair(Sleepers(seconds=0), noise(1, 128), offload_timing="eager", budget=0.45, link=link)
+    link = 2e6  # so slow that what else happens between two steps on a busy machine does not count
+    one = pair(Sleepers(seconds=0), noise(1, 128), offload_timing="eager", budget=0.45, link=link, num_blocks=1)
     one.to_inference()
     ft.reset_offload_timing(one.name)
     one.run(5)
@@ -83,7 +84,10 @@ def test_a_slow_link_shows_as_wait_and_not_as_compute(pair: MakePair, device: st
     assert waited > 0.8 * floor > computed
     live = one.manager.live()
     assert live.stall_seconds > 0.8 * floor and live.transfer_bytes == one.manager.plan.streamed_bytes
-    assert 0.5 * link < live.link_bytes_per_second <= 1.05 * link
+    copies = [(span.nbytes, span.end - span.start) for step in one.manager.sampled_steps() for span in step.copies]
+    mean = sum(nbytes for nbytes, _ in copies) / sum(seconds for _, seconds in copies)
+    assert live.link_bytes_per_second == pytest.approx(mean) and mean <= 1.05 * link
+    assert statistics.median(nbytes / seconds for nbytes, seconds in copies) > 0.5 * link
     assert abs(live.step_seconds - floor) < 0.5 * floor
     prediction = one.manager.plan.prediction
     assert prediction is not None and 0.8 * floor < prediction.step_seconds < 1.3 * live.step_seconds
@@ -115,17 +119,20 @@ def test_the_expected_step_is_that_of_settled_steps_and_not_of_the_profile(pair:
     manager = one.manager
     told = manager.report()
     assert told["prediction_measured"] == "profile" and told["prediction"] == told["prediction_when_planned"]
-    for layer in (*one.model.layers, *one.reference.layers):
-        layer.seconds = 6e-3
+    for layer in one.model.layers:
+        layer.seconds = 30e-3
     one.run(SETTLED_SAMPLES + 2)
     manager.collect_offload_timing()
     told, live = manager.report(), manager.live()
     assert told["prediction_measured"] == "live"
     assert told["prediction_when_planned"]["compute_seconds"] < 0.5 * told["prediction"]["compute_seconds"]
-    assert abs(told["prediction"]["compute_seconds"] - live.compute_seconds) < 0.2 * live.compute_seconds
+    steps = [step.compute for step in manager.sampled_steps()]
+    visits = [statistics.median(seconds) for seconds in zip(*steps, strict=True)]
+    assert told["prediction"]["compute_seconds"] == pytest.approx(sum(visits)) and sum(visits) > 5 * 25e-3
+    assert live.compute_seconds == pytest.approx(statistics.median(map(sum, steps)))
     assert manager.replan("60%").budget_bytes == manager.replan(0.6).budget_bytes
     plan = manager.replan("latency")
-    assert plan.prediction is not None and plan.prediction.compute_seconds > 5 * 5e-3
+    assert plan.prediction is not None and plan.prediction.compute_seconds > 5 * 25e-3
     one.run(1)
     assert manager.report()["prediction_measured"] == "profile", "samples of the plan before"
 
@@ -134,10 +141,10 @@ def test_units_alike_take_the_host_alike_whatever_it_waited_for(pair: MakePair, 
     if device != "host":
         pytest.skip("on the host device the host waits where a unit's forward sleeps")
     one = pair(Sleepers(count=4, seconds=1e-3), noise(1, 128), budget=0.6)
-    one.model.layers[2].seconds = 20e-3
+    one.model.layers[2].seconds = 0.2
     one.to_inference()
     kind = one.manager.profile.kinds[0]
-    assert kind.compute[2] > 19e-3 > 4 * kind.host[2] and len(set(kind.host)) == 1
+    assert kind.compute[2] > 0.19 > 4 * kind.host[2] and len(set(kind.host)) == 1
 
 
 def test_what_the_root_does_outside_its_units_is_part_of_the_step(pair: MakePair, device: str) -> None:
@@ -184,30 +191,32 @@ def test_a_captured_step_counts_what_the_root_does_too() -> None:
 def test_measured_transfer_follows_the_link(pair: MakePair, device: str) -> None:
     if device != "host":
         pytest.skip("the host device's link can be set")
-    one = pair(Sleepers(), noise(1, 128), offload_timing="eager", budget=0.6, link=4e7)
+    one = pair(Sleepers(), noise(1, 128), offload_timing="eager", budget=0.6, link=8e6)
     one.to_inference()
-    one.manager.device.link.bytes_per_second = 1e7
+    one.manager.device.link.bytes_per_second = 2e6  # 33 ms a weight: waking up late does not count
     one.run(4)
     one.manager.collect_offload_timing()
     curve = one.manager.measure_transfer()
-    assert 0.6e7 < curve.bandwidth < 1.4e7
+    assert 1.2e6 < curve.bandwidth < 2.8e6
     one.replan(2 * one.model_bytes)
     one.manager.reset_offload_timing()
-    assert 0.6e7 < one.manager.measure_transfer().bandwidth < 1.4e7
+    assert 1.2e6 < one.manager.measure_transfer().bandwidth < 2.8e6
 
 
-def test_the_transfer_curve_has_several_sizes_with_a_time_each(pair: MakePair) -> None:
-    link = 2e9
-    one = pair(Linears([1024] * 4, bias=False), noise(1, 1024), budget=0.7, link=link)
+def test_the_transfer_curve_has_several_sizes_with_a_time_each(pair: MakePair, device: str) -> None:
+    # The host device's is so slow that what its memory and waking up take does not count.
+    link, width = (2e7, 512) if device == "host" else (2e9, 1024)
+    one = pair(Linears([width] * 4, bias=False), noise(1, width), budget=0.7, link=link)
     one.to_inference()
-    sizes, seconds = zip(*one.manager.profile.transfer.points, strict=True)
-    assert sizes == (64 << 10, 256 << 10, 1 << 20, 4 << 20)
-    if one.device.type == "cuda":  # the two smallest may take the host longer to queue than the link to carry
-        assert seconds[-1] > 2 * seconds[0] and one.manager.profile.transfer.bandwidth > 1e9
+    curve = one.manager.profile.transfer
+    sizes, seconds = zip(*curve.points, strict=True)
+    assert sizes == tuple(size for size in (64 << 10, 256 << 10, 1 << 20, 4 << 20) if size <= 4 * width**2)
+    if device == "cuda":  # the two smallest may take the host longer to queue than the link to carry
+        assert seconds[-1] > 2 * seconds[0] and curve.bandwidth > 1e9
         return
     assert all(before < after for before, after in itertools.pairwise(seconds))
-    assert seconds[-1] == pytest.approx(sizes[-1] / link, rel=0.2)
-    assert one.manager.profile.transfer.seconds(2 << 20) == pytest.approx((2 << 20) / link, rel=0.2)
+    for nbytes in (512 << 10, 1 << 20):
+        assert 0.99 * nbytes / link < curve.seconds(nbytes) < 2 * nbytes / link
 
 
 @pytest.mark.gpu

@@ -15,6 +15,12 @@ from flextensor.planner.search import search
 from tests.planner.profiles import random_profile
 
 
+@pytest.fixture(autouse=True)
+def a_slow_machine_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit only ends a test that is stuck."""
+    monkeypatch.setattr(apart, "LIMIT_SECONDS", 250.0)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_plan_is_the_same_and_so_is_the_error(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = random_profile(seed)

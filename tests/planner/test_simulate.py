@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flextensor.planner import BudgetError, Plan, build_plan, predict, simulate
@@ -113,7 +113,7 @@ def test_a_slower_link_is_a_scaled_curve() -> None:
     assert predict(plan, half).step_seconds == pytest.approx(2 * predict(plan, profile).step_seconds)
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(derandomize=True, deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6), share=st.floats(0.2, 1.0))
 def test_the_steady_state_is_that_of_a_long_run(seed: int, share: float) -> None:
     profile = random_profile(seed, most_units=7, most_tensors=2)

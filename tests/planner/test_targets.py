@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from flextensor.planner import predict, search, verify_plan
+from flextensor.planner import Plan, predict, search, verify_plan
+from flextensor.planner.trial import Judge, Trial
 from flextensor.profile import Profile, TransferCurve
 from tests.planner.profiles import GIB, H200, h200_model, make
 
@@ -60,29 +63,85 @@ def large(units: int, *, alike: bool) -> Profile:
     return make(sizes, compute=compute, transfer=H200)
 
 
-USUAL_PACE = 0.25
+USUAL_PACE = 0.08
 """Seconds that ``pace`` takes on a core of the machine that the targets were measured on."""
 
+TRIES = 3
 
-def pace() -> float:
-    """Seconds that this core takes now for a piece of Python like the planner's."""
-    start = time.process_time()
-    for _ in range(10):
-        table = {at: [at % 7, -at] for at in range(20_000)}
-        rows = sorted(table.items(), key=lambda row: (row[1][0], row[1][1]))
-        sum(len(row[1]) for row in rows)
-    return time.process_time() - start
+
+def pace(pieces: int = 10) -> float:
+    """Seconds that this core takes now for ten pieces of Python like the planner's, of which ``pieces`` are run.
+
+    Nothing is collected meanwhile: that takes longer the more objects there are.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        start = time.thread_time()
+        for _ in range(pieces):
+            table = {at: [at % 7, -at] for at in range(20_000)}
+            rows = sorted(table.items(), key=lambda row: (row[1][0], row[1][1]))
+            sum(len(row[1]) for row in rows)
+        return (time.thread_time() - start) * 10 / pieces
+    finally:
+        if collects:
+            gc.enable()
+
+
+class Stopwatch:
+    """Seconds of this thread, ``spent``, and what they would have been at the usual pace, ``usual``.
+
+    The core may change its pace at any time (its other thread, its clock, what shares the machine), so that it is asked
+    for at each ``lap``.
+    """
+
+    def __init__(self) -> None:
+        self.spent = self.usual = 0.0
+        self._pace = pace(2)
+        self._start = time.thread_time()
+
+    @property
+    def running(self) -> float:
+        """Seconds since the last lap."""
+        return time.thread_time() - self._start
+
+    def lap(self) -> None:
+        """What was done since the last lap counts at the pace between that of then and that of now."""
+        took, before = self.running, self._pace
+        self._pace = pace(2)
+        self.spent += took
+        self.usual += took * 2 * USUAL_PACE / (before + self._pace)
+        self._start = time.thread_time()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a core of the usual pace, or of this one where it is faster."""
+        return min(self.spent, self.usual)
+
+
+def search_timed(profile: Profile, budget_bytes: int | None, every: float) -> tuple[Plan, float]:
+    """The plan, and its seconds by a stopwatch with a lap each ``every`` seconds."""
+    evaluate = Judge.evaluate
+
+    def with_laps(judge: Judge, *choice: Any) -> Trial | None:
+        if watch.running > every:
+            watch.lap()
+        return evaluate(judge, *choice)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Judge, "evaluate", with_laps)
+        watch = Stopwatch()
+        plan = search(profile, budget_bytes=budget_bytes)
+        watch.lap()
+    return plan, watch.seconds
 
 
 def planned_within(seconds: float, profile: Profile, share: float | None) -> None:
-    """Planned well, in so many seconds of one core; longer where the core is slower just now (its other thread, its
-    clock, what shares the machine): the best of up to three tries counts."""
+    """Planned well, in so many seconds of a core of the usual pace: the best of up to three tries counts."""
     spent: list[float] = []
-    while not spent or (min(spent) > seconds and len(spent) < 3):
-        before, start = pace(), time.process_time()
-        plan = search(profile, budget_bytes=None if share is None else int(share * profile.total_bytes))
-        took = time.process_time() - start
-        spent.append(took / max(1.0, (before + pace()) / (2 * USUAL_PACE)))
+    while not spent or (min(spent) > seconds and len(spent) < TRIES):
+        plan, took = search_timed(profile, None if share is None else int(share * profile.total_bytes), seconds / 20)
+        spent.append(took)
     assert min(spent) <= seconds, f"{len(profile.units)} units, budget {share}: {spent} s"
     assert plan.prediction is not None
     assert plan.prediction.step_seconds <= 1.02 * plan.prediction.floor_seconds
@@ -107,6 +166,10 @@ def test_a_thousand_units_of_twelve_tensors_are_planned_in_ten_seconds(alike: bo
 def test_checking_a_large_plan_is_cheap() -> None:
     profile = large(100, alike=True)
     plan = search(profile, budget_bytes=int(0.1 * profile.total_bytes))
-    start = time.process_time()
-    verify_plan(plan, profile)
-    assert time.process_time() - start <= 0.2
+    spent: list[float] = []
+    while not spent or (min(spent) > 0.2 and len(spent) < TRIES):
+        watch = Stopwatch()
+        verify_plan(plan, profile)
+        watch.lap()
+        spent.append(watch.seconds)
+    assert min(spent) <= 0.2, spent

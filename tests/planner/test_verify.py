@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flextensor.planner import Copy, Plan, PlanError, build_plan, verify_plan
@@ -77,7 +77,7 @@ def test_a_plan_of_other_visits_is_refused() -> None:
         verify_plan(PLAN, make([[1000]] * 3, visits=(0, 2, 1)))
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6), pick=st.integers(0, 10**6), back=st.integers(1, 3))
 def test_what_the_checker_passes_runs_right_on_bytes(seed: int, pick: int, back: int) -> None:
     """Plans made wrong at random: if the checker lets one through, no timing may break it."""

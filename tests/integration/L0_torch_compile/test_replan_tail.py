@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 import pytest
@@ -20,7 +21,7 @@ from tests.integration.L0_torch_compile.checks import (
     to_inference,
     warns_and_returns_zero,
 )
-from tests.integration.L0_torch_compile.models import inputs, pair, streaming
+from tests.integration.L0_torch_compile.models import Block, IndexedBlock, inputs, pair, streaming
 
 
 def test_a_successful_replan_can_be_followed_by_another_and_recompiles_nothing(device) -> None:
@@ -122,28 +123,32 @@ def _raise(*_: object, **__: object) -> None:
 
 
 def test_the_new_plan_knows_the_compiled_units_times_and_the_link_as_it_is_now(device) -> None:
-    model, _ = external(device, backend=slow_backend(0.05))  # type: ignore[arg-type]
+    takes = 0.06
+    model, _ = external(device, slow_backend(takes), [Block() for _ in range(3)])  # type: ignore[arg-type]
     om = get_offload_manager()
     assert om.profile is not None and om.plan is not None
     before, size = om.profile, 1 << 16
     if device.type == "cpu":
-        om.device.link.bytes_per_second /= 100  # type: ignore[attr-defined]
+        om.device.link.bytes_per_second = 1e6  # type: ignore[attr-defined]
     for _ in range(om.request_strategy_replan()):
         model(inputs(device))
     after = om.profile
-    assert max(before.kinds[0].compute) < 0.05 <= min(after.kinds[0].compute)
+    assert statistics.median(before.kinds[0].compute) < takes <= min(after.kinds[0].compute)
     if device.type == "cpu":
         assert after.transfer.seconds(size) > 10 * before.transfer.seconds(size)
 
 
 @on_the_host
 def test_what_compiling_takes_in_the_tails_first_steps_is_no_compute_time(device) -> None:
-    model, _ = pair()
+    model, _ = pair(*[IndexedBlock(at) for at in range(6)])  # compiled one by one
     ft.offload(model, streaming(model, external_compile=True, offload_timing="eager"))  # each step is a sample
     om = to_inference(model, device)
+    compiled = 0
 
     def compile_slowly(graph: torch.fx.GraphModule, _: object) -> object:
-        time.sleep(0.5)
+        nonlocal compiled
+        compiled += 1
+        time.sleep(0.3)
         return graph.forward
 
     for layer in model.layers:
@@ -152,7 +157,8 @@ def test_what_compiling_takes_in_the_tails_first_steps_is_no_compute_time(device
         model(inputs(device))
     om.collect_offload_timing()
     assert len(om.sampled_steps()) == MEASURED_STEPS - 1
-    assert max(max(step.compute) for step in om.sampled_steps()) < 0.5
+    assert compiled == len(model.layers)
+    assert all(min(step.compute) < 0.3 for step in om.sampled_steps()), "a step that compiles does so in each unit"
 
 
 # ---- by update_state: what can be checked without a CUDA graph
