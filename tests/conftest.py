@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,13 +11,15 @@ from pathlib import Path
 import pytest
 
 # Before anything imports torch, transformers or Ray: no call leaves the machine, no token is written to the user's
-# home, and no thread of OpenMP's spins while it waits for another: on busy cores that was most of a worker's time.
+# home, and no thread of OpenMP's spins while it waits for another: on busy cores that was most of a worker's time. Ray
+# waits as long as a busy machine takes for the first of its processes: 30 s otherwise.
 for _name, _value in {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
     "OMP_WAIT_POLICY": "passive",
+    "RAY_gcs_server_port_wait_time_s": "120",
 }.items():
     os.environ.setdefault(_name, _value)
 
@@ -39,6 +42,16 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """``FT_*`` variables of the caller's shell would change what is tested."""
     for name in [name for name in os.environ if name.startswith("FT_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def plans_soon_found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the search: most of an engine test's time would go to the last per cent of a toy's step. What plans
+    are worth is for the tests of the planner and of what is told of plans."""
+    folder = Path(__file__).parent
+    if not request.path.is_relative_to(folder / "planner") and request.path.parent != folder / "benchmarks":
+        search = importlib.import_module("flextensor.planner.search")
+        monkeypatch.setattr(search, "EFFORT", search.EFFORT // 10)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -17,25 +17,25 @@ from benchmarks.record import ROOT
 HANGS = """
 import signal, subprocess, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
-print(subprocess.Popen(["sleep", "60"]).pid, flush=True)
-time.sleep(60)
+print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
+time.sleep(600)
 """
 
 
-def test_one_that_runs_past_its_limit_ends_with_all_that_it_started() -> None:
+def test_one_that_runs_past_its_limit_ends_with_all_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.__main__.GRACE", 120.0)
     process = subprocess.Popen([sys.executable, "-c", HANGS], start_new_session=True, stdout=subprocess.PIPE)
     assert process.stdout is not None
     child = psutil.Process(int(process.stdout.readline()))
-    began = time.monotonic()
     assert finish(process, 0.1) == "ran past 0 s"
-    assert time.monotonic() - began < 15
-    child.wait(10)
+    assert process.returncode == -signal.SIGINT, "asked to end, it did: no need to kill it"
+    child.wait(120)
 
 
 def test_how_one_ends_is_told() -> None:
     for code, told in ((0, ""), (3, "exit code 3")):
         process = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"], start_new_session=True)
-        assert finish(process, 30) == told
+        assert finish(process, 120) == told
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 4])

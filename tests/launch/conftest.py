@@ -82,7 +82,7 @@ def start_command(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def end_of(process: subprocess.Popen[str], *, timeout: float = 150) -> tuple[int, str, str]:
+def end_of(process: subprocess.Popen[str], *, timeout: float = 600) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command."""
     try:
         out, err = process.communicate(timeout=timeout)

@@ -49,19 +49,31 @@ def test_a_model_that_is_there_is_kept(converted: Path) -> None:
     assert (converted / "model.safetensors").stat().st_mtime_ns == before
 
 
+HALF = """
+import sys, time
+from launch import convert
+
+def half(source, gguf_file, folder):
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"half")
+    time.sleep(600)
+
+convert._write = half
+convert.main(["--target", sys.argv[1]])
+"""
+
+
 def test_an_interrupted_conversion_leaves_nothing_under_the_models_name(tmp_path: Path) -> None:
     target = tmp_path / "model"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launch.convert", "--target", str(target)], cwd=ROOT, stderr=subprocess.DEVNULL
-    )
+    process = subprocess.Popen([sys.executable, "-c", HALF, str(target)], cwd=ROOT)
     try:
         deadline = time.monotonic() + 120
-        while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        while not list(tmp_path.rglob("model.safetensors")) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert list(tmp_path.iterdir()), "the conversion did not begin"
     finally:
         process.kill()
         process.wait()
+    assert list(tmp_path.rglob("model.safetensors")), "the conversion did not begin"
     assert not target.exists()
     assert not is_model(target)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -25,11 +26,34 @@ SLOW = {"task_options": {"max_new_tokens": 20}, "offload": {"host_link_bytes_per
 """Some two seconds a batch, so that there is time to do something in the middle: few steps, which wait for the link."""
 
 
-def wait_for(condition: Callable[[], bool], *, timeout: float = 90) -> None:
+def wait_for(condition: Callable[[], bool], *, timeout: float = 300) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.05)
+
+
+def coordinator_of(namespace: str) -> Any:
+    """The coordinator of a run that is being started."""
+    found: list[Any] = []
+
+    def is_there() -> bool:
+        with contextlib.suppress(ValueError):
+            found.append(ray.get_actor("coordinator", namespace=namespace))
+        return bool(found)
+
+    wait_for(is_there)
+    return found[0]
+
+
+def pause(coordinator: Any, on: bool) -> None:
+    ray.get(coordinator.pause.remote(on), timeout=120)
+
+
+def leases(coordinator: Any) -> int:
+    """Workers that have one."""
+    workers = ray.get(coordinator.status.remote(), timeout=120).workers
+    return sum(worker.lease is not None for worker in workers)
 
 
 def lines_in(path: Path) -> int:
@@ -49,16 +73,27 @@ def test_two_workers_with_a_replan_in_the_middle_beside_a_second_run(
     local_ray: str, make_job: Callable[..., Job]
 ) -> None:
     bad = ["{not json", '{"id": "no-prompt"}']
-    replanned = make_job(items=24, lines=bad, verify=24, **SLOW)
-    quiet = make_job(items=24, workers=1, verify=3, **SLOW)
+    patient = {f"{what}_timeout": 240 for what in ("measure", "prepare", "commit")}
+    slower = {"offload": {"host_link_bytes_per_second": "10MB/s"}}  # while little is streamed, too
+    replanned = make_job(items=48, lines=bad, verify=24, coordinator=patient, **(SLOW | slower))
+    quiet = make_job(items=48, workers=1, verify=3, **SLOW)
     where = ("--address", local_ray, "--namespace")
     first = replanned.start(*where, "first")
     second = quiet.start(*where, "second")
+    coordinator, other = coordinator_of("first"), coordinator_of("second")
+    # What a worker's start and each command take on a busy machine is not known: no work is done meanwhile.
+    pause(coordinator, True)
+    pause(other, True)
+    wait_for(lambda: leases(coordinator) == 2 and leases(other) == 1)
+    pause(coordinator, False)
+    pause(other, False)
     wait_for(lambda: lines_in(replanned.output) >= 2 + 3)
-    coordinator = ray.get_actor("coordinator", namespace="first")
-    outcome = ray.get(coordinator.replan.remote(ReplanRequest(budget=0.9)), timeout=60)
+    asked = coordinator.replan.remote(ReplanRequest(budget=0.9))  # beside the steps, until half of the items are done
+    while not ray.wait([asked], timeout=0.2)[0] and lines_in(replanned.output) < 2 + 24:
+        pass
+    pause(coordinator, True)
+    outcome = ray.get(asked, timeout=300)
     assert outcome.committed, outcome.reason
-    ray.get(coordinator.pause.remote(True), timeout=60)  # the commands below take their time on a busy machine
 
     def told(*command: str) -> str:
         code, out, err = end_of(start_command(*command, *where, "first"))
@@ -70,11 +105,18 @@ def test_two_workers_with_a_replan_in_the_middle_beside_a_second_run(
     told("replan", "--budget", "80%")
     status = json.loads(told("status", "--json"))
     watcher = start_command("status", "--watch", "--json", *where, "first")
+    assert watcher.stdout is not None
+    watched = [json.loads(watcher.stdout.readline())]
     told("resume")
+    wait_for(lambda: lines_in(replanned.output) > 2 + watched[0]["job"]["done"])
+    pause(coordinator, True)
+    while watched[-1]["job"]["done"] == watched[0]["job"]["done"]:
+        watched.append(json.loads(watcher.stdout.readline()))
+    pause(coordinator, False)
+    watched += [json.loads(line) for line in watcher.stdout]
     for process in (first, second, watcher):
         code, out, err = end_of(process)
         assert code == 0, out + err
-    watched = [json.loads(line) for line in out.splitlines()]
 
     assert "dry run, nothing changed" in what_if and "all workers move" not in what_if
     rows = [line.split()[:6] for line in what_if.splitlines() if " -> " in line]
@@ -122,7 +164,7 @@ def test_a_killed_job_resumes_with_every_item_once_from_the_store_that_it_left(
     def left() -> list[str]:
         return [entry.state for entry in list_stores(str(stores))]
 
-    job = make_job(items=18, **SLOW)
+    job = make_job(items=90, **SLOW)
     ours = ("--address", local_ray, "--keep-store", "--set", f"offload.shm_dir={stores}", "--namespace")
     process = job.start(*ours, "killed", "--workers", "1")
     wait_for(lambda: lines_in(job.output) >= 3)
@@ -132,10 +174,11 @@ def test_a_killed_job_resumes_with_every_item_once_from_the_store_that_it_left(
         output.write(b'{"id": "item-1", "answer": "torn')
     kept = job.output.read_bytes().splitlines(keepends=True)[:3]
     wait_for(lambda: left() == ["dead"])
-    code, out, err = end_of(job.start(*ours, "resumed"))
+    quick = ("--set", "offload.host_link_bytes_per_second=300MB/s")  # no more need for time
+    code, out, err = end_of(job.start(*ours, "resumed", *quick))
     assert code == 0, out + err
-    assert [detail["engine"]["store"]["created_by_us"] for detail in report_of(job)["details"]] == [False, False]
-    assert left() == ["kept"], "for a warm start: that is what --keep-store is for"
+    assert {detail["engine"]["store"]["created_by_us"] for detail in report_of(job)["details"]} == {False}
+    wait_for(lambda: left() == ["kept"])  # for a warm start: that is what --keep-store is for
     assert "are finished" in out
     assert set(job.answers()) == set(job.ids)
     assert job.output.read_bytes().splitlines(keepends=True)[:3] == kept
@@ -152,28 +195,28 @@ def test_a_budget_below_the_least_that_works_names_it(local_ray: str, make_job: 
 
 
 def test_sigterm_stops_the_workers_and_leaves_whole_lines(local_ray: str, make_job: Callable[..., Job]) -> None:
-    job = make_job(items=60, **SLOW)
+    job = make_job(items=600, **SLOW)
     process = job.start("--address", local_ray, "--namespace", "terminated")
     wait_for(lambda: lines_in(job.output) >= 3)
     process.terminate()
-    code, out, err = end_of(process, timeout=40)
+    code, out, err = end_of(process)
     assert code == 143, out + err
-    assert 3 <= len(job.answers()) < 60
+    assert 3 <= len(job.answers()) < len(job.ids)
     assert "Traceback" not in err
     wait_for(lambda: segments() == [])
 
 
 def test_ctrl_c_with_a_ray_of_its_own(make_job: Callable[..., Job]) -> None:
-    job = make_job(items=60, workers=1, **SLOW)
+    job = make_job(items=600, workers=1, **SLOW)
     process = job.start()
     wait_for(lambda: lines_in(job.output) >= 3)
     code, out, err = end_of(start_command("status"))
     assert code == 0, err
     assert "epoch 1" in out and "host" in out
     process.send_signal(signal.SIGINT)
-    code, out, err = end_of(process, timeout=40)
+    code, out, err = end_of(process)
     assert code == 130, out + err
-    assert 3 <= len(job.answers()) < 60
+    assert 3 <= len(job.answers()) < len(job.ids)
     assert "Traceback" not in err
     assert segments() == []
     code, out, err = end_of(start_command("status"))

@@ -37,7 +37,7 @@ def test_a_video_configuration_runs_compiled_streams_and_verifies(local_ray: str
     arguments += ["--workers", "1", "--address", local_ray, "--namespace", name]
     for key, value in settings.items():
         arguments += ["--set", f"{key}={value}"]
-    code, said, errors = end_of(start_command(*arguments), timeout=240)
+    code, said, errors = end_of(start_command(*arguments))
     assert code == 0, said + errors
     lines = [json.loads(line) for line in (out / "videos.jsonl").read_text().splitlines()]
     prompts = [json.loads(line) for line in (ROOT / "configs" / "wan-prompts.jsonl").read_text().splitlines()]

@@ -19,6 +19,8 @@ from launch.progress import ProgressView
 from tests.cluster.conftest import TINY_BYTES, TINY_OPTIONS
 from tests.cluster.test_worker import start_of
 
+FILLING = "host store: filling"
+
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_run_shows_how_far_its_store_is_filled_and_then_its_steps(
@@ -30,6 +32,19 @@ def test_a_run_shows_how_far_its_store_is_filled_and_then_its_steps(
     console = Console(file=io.StringIO(), width=150, force_terminal=terminal)
     setting_up = threading.Thread(target=worker.setup)
     job = JobProgress(total=5)
+    say = worker._say
+
+    def say_until_shown(note: str) -> None:
+        """A filling is over before it is drawn: it waits."""
+        say(note)
+        end = time.monotonic() + 120
+        while note.startswith(FILLING) and FILLING not in text() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def text() -> str:
+        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+    monkeypatch.setattr(worker, "_say", say_until_shown)
     try:
         with ProgressView(console, 5) as view:
             setting_up.start()
@@ -38,12 +53,10 @@ def test_a_run_shows_how_far_its_store_is_filled_and_then_its_steps(
                 time.sleep(0.05 if terminal else 0.01)
             assert worker.state().phase == "ready"
             view.update(job, RunStatus("run", 0, False, (worker.state(),), job))
-            time.sleep(0.3 if terminal else 0.0)
-        text = console.file.getvalue()  # type: ignore[attr-defined]
     finally:
         setting_up.join()
         worker.close()
         sys.modules.pop("tiny_task", None)
-    shown = re.findall(r"worker 0:? +host store: filling, ([0-9.]+) of ([0-9.]+) GiB", text)
+    shown = re.findall(r"worker 0:? +host store: filling, ([0-9.]+) of ([0-9.]+) GiB", text())
     assert shown and {total for _, total in shown} == {f"{TINY_BYTES / 2**30:.2f}"}
-    assert text.rindex("host store: filling") < text.rindex(" ms a step, stall ")
+    assert text().rindex(FILLING) < text().rindex(" ms a step, stall ")

@@ -31,7 +31,7 @@ def test_a_long_batch_outlives_its_worker_and_its_driver(
         workers=1,
         checkpoint_seconds=0.3,
         task_options={"max_new_tokens": NEW_TOKENS},
-        offload={"host_link_bytes_per_second": "60MB/s"},
+        offload={"host_link_bytes_per_second": "20MB/s"},
     )
     kept = job.output.with_name("answers.checkpoints")
 
@@ -42,7 +42,7 @@ def test_a_long_batch_outlives_its_worker_and_its_driver(
     wait_for(lambda: newest() > 0)
     time.sleep(2)
     coordinator = ray.get_actor("coordinator", namespace="inside")
-    (worker,) = ray.get(coordinator.status.remote(), timeout=30).workers
+    (worker,) = ray.get(coordinator.status.remote(), timeout=120).workers
     os.kill(worker.pid, signal.SIGKILL)
     killed = time.time()
     wait_for(lambda: newest() > killed + 1)  # the new worker has taken the batch up
@@ -52,7 +52,7 @@ def test_a_long_batch_outlives_its_worker_and_its_driver(
     assert job.output.read_bytes() == b""
     wait_for(lambda: "inside" not in {actor["namespace"] for actor in ray.util.list_named_actors(all_namespaces=True)})
     quick = ("--set", "offload.host_link_bytes_per_second=1GB/s")  # no more need for time
-    code, out, err = end_of(job.start("--address", local_ray, "--namespace", "inside", *quick), timeout=300)
+    code, out, err = end_of(job.start("--address", local_ray, "--namespace", "inside", *quick))
     assert code == 0, out + err
     prompts = [json.loads(line) for line in (job.config.parent / "prompts.jsonl").read_text().splitlines()]
     items = sorted(prompts, key=lambda item: -len(item["prompt"]))
@@ -91,19 +91,19 @@ def test_a_video_outlives_its_worker_and_its_driver_to_the_same_bits(local_ray: 
         return found
 
     process = start("killed", "3MB/s")  # a step takes seconds
-    wait_for(lambda: any(kept.glob("*.checkpoint")), timeout=200)
+    wait_for(lambda: any(kept.glob("*.checkpoint")))
     coordinator = ray.get_actor("coordinator", namespace="killed")
-    (worker,) = ray.get(coordinator.status.remote(), timeout=30).workers
+    (worker,) = ray.get(coordinator.status.remote(), timeout=120).workers
     os.kill(worker.pid, signal.SIGKILL)
     (file,) = kept.glob("*.checkpoint")
     before = file.stat().st_mtime
-    wait_for(lambda: file.exists() and file.stat().st_mtime > before, timeout=200)  # a step further, in the new worker
+    wait_for(lambda: file.exists() and file.stat().st_mtime > before)  # a step further, in the new worker
     process.kill()
     process.communicate()
-    code, said, errors = end_of(start("killed", "1GB/s"), timeout=240)
+    code, said, errors = end_of(start("killed", "1GB/s"))
     assert code == 0, said + errors
     assert not kept.exists()
-    code, said, errors = end_of(start("quiet", "1GB/s"), timeout=240)
+    code, said, errors = end_of(start("quiet", "1GB/s"))
     assert code == 0, said + errors
     digests = ("latents_sha256", "frames_sha256")
     assert {key: line("killed")[key] for key in digests} == {key: line("quiet")[key] for key in digests}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -61,29 +62,42 @@ def test_watching_shows_a_run_again_and_again_until_it_is_finished_or_gone(
 ) -> None:
     """Through the connection that this process has: it cannot make a second one."""
     coordinator = make_coordinator(CoordinatorOptions(namespace=f"watched-{as_json}", automatic=False))
-    ray.get(coordinator.start.remote(), timeout=60)
+    ray.get(coordinator.start.remote(), timeout=240)
     monkeypatch.setattr("launch.status.find_run", lambda **where: coordinator)
     monkeypatch.setattr("launch.status.WATCH_INTERVAL", 0.05)
 
-    def watch(last: Callable[[], object]) -> str:
-        console = Console(file=io.StringIO(), width=120, force_terminal=not as_json)
-        at_last = threading.Timer(0.4, last)
+    def watch(done: int, times: int, last: Callable[[], object]) -> str:
+        """What is shown up to ``last``, which comes once so many items have been shown so many times."""
+        text = io.StringIO()
+        shows = f'"done": {done},' if as_json else f"{done}/9 items"
+
+        def until_shown() -> None:
+            end = time.monotonic() + 240
+            while text.getvalue().count(shows) < times and time.monotonic() < end:
+                time.sleep(0.01)
+            last()
+
+        at_last = threading.Thread(target=until_shown)
         at_last.start()
+        console = Console(file=text, width=120, force_terminal=not as_json)
         show_status(address=None, namespace=None, watch=True, as_json=as_json, console=console)
         at_last.join()
-        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+        return text.getvalue()
+
+    def finish() -> None:
+        ray.get(coordinator.progress.remote(JobProgress(total=9, done=9, finished=True)))
 
     ray.get(coordinator.progress.remote(JobProgress(total=9, done=4)))
-    text = watch(lambda: ray.get(coordinator.progress.remote(JobProgress(total=9, done=9, finished=True))))
+    text = watch(4, 4 if as_json else 2, finish)
     if as_json:
         jobs = [json.loads(line)["job"] for line in text.splitlines()]
         assert len(jobs) > 3 and [job["finished"] for job in jobs] == [False] * (len(jobs) - 1) + [True]
         assert jobs[0]["done"] == 4 and jobs[-1]["done"] == 9
     else:
-        assert text.count("watched-False, epoch 0") > 1 and "4/9 items" in text
+        assert text.count("watched-False, epoch 0") > 2 and text.count("4/9 items") > 1
         assert text.rindex("9/9 items") > text.rindex("4/9 items")
     ray.get(coordinator.progress.remote(JobProgress(total=9, done=5)))
-    assert ("5/9" if not as_json else '"done": 5') in watch(lambda: ray.kill(coordinator))
+    assert ("5/9" if not as_json else '"done": 5') in watch(5, 1, lambda: ray.kill(coordinator))
     with pytest.raises(SessionError, match="the run has ended"):
         show_status(address=None, namespace=None, watch=True, as_json=as_json, console=Console(file=io.StringIO()))
 

@@ -41,7 +41,7 @@ def _round(directory: str, rng: random.Random) -> dict[str, int]:
     time.sleep(rng.uniform(0, 0.2))
     kill_some(0.3)
     for _, holder in holders:
-        assert holder.wait("ready", timeout=60)["wrong"] == []
+        assert holder.wait("ready")["wrong"] == []
     kill_some(0.3)
     for _, holder in holders:
         assert holder.ask("check", "checked") == []
@@ -50,7 +50,7 @@ def _round(directory: str, rng: random.Random) -> dict[str, int]:
     for _, holder in holders:
         holder.close()
     last = Holder.start(directory, rng.choice([0, 1]), backing=backing)
-    assert last.wait("ready", timeout=60)["wrong"] == []
+    assert last.wait("ready")["wrong"] == []
     last.close()
     counts["started"] += 1
     assert os.listdir(directory) == [], "a store was left behind"

@@ -78,14 +78,11 @@ def test_a_store_is_filled_shared_checked_and_leaves_nothing(huge_dir: str) -> N
 
 
 def test_processes_wait_die_and_are_replaced_as_on_a_tmpfs(huge_dir: str) -> None:
-    filler = Holder.start(huge_dir, delay=0.15)
-    while filler.wait("progress").phase != "filling":
-        pass
+    filler = Holder.start(huge_dir, stands=True)
+    at = filler.wait_in_filling()
     waiter = Holder.start(huge_dir)
-    told = waiter.wait("progress")
-    while told.phase != "waiting":
-        told = waiter.wait("progress")
-    assert told.pid == filler.pid and 0 <= told.done < told.total
+    told = waiter.wait_for_progress(lambda told: told.phase == "waiting")
+    assert (told.pid, told.done, told.total) == (filler.pid, at.done, at.total)
     filler.kill()
     assert waiter.wait("ready") == {"created": True, "wrong": []}
     newcomer = Holder.start(huge_dir)

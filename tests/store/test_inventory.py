@@ -81,13 +81,13 @@ def test_looking_at_a_dead_store_does_not_remove_it(shm_dir: str) -> None:
 
 
 def test_a_store_that_is_being_filled_is_not_removed(shm_dir: str) -> None:
-    filler = Holder.start(shm_dir, delay=0.1)
-    filler.wait("progress")
-    filler.wait("progress")
+    filler = Holder.start(shm_dir, stands=True)
+    filler.wait_in_filling()
     (entry,) = list_stores(shm_dir)
     assert entry.state == "filling"
     with pytest.raises(StoreError, match=f"process {filler.pid}"):
         remove_store(entry)
+    filler.go_on()
     filler.wait("ready")
     filler.close()
 

@@ -71,7 +71,7 @@ class ListOfRegions:
     def wait_for(self, count: int) -> None:
         """Until so many regions were asked for."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.asked) >= count, 30), f"{len(self.asked)} of {count}"
+            assert self._changed.wait_for(lambda: len(self.asked) >= count, 120), f"{len(self.asked)} of {count}"
 
 
 class Watched(TensorSource):

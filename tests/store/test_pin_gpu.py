@@ -77,7 +77,7 @@ def test_copies_are_right_and_as_fast_as_from_torchs_own_pinned_memory(
         assert torch.equal(target.cpu(), tensor)
     own = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
     ours = theirs = 0.0
-    rounds, until = 0, time.monotonic() + 20
+    rounds, until = 0, time.monotonic() + 120
     # Other tests use the link, too: what each reaches undisturbed counts.
     while rounds < 100 or (ours < 0.99 * theirs and time.monotonic() < until):
         ours = max(ours, _rate(store.source("layers.1.w"), target))
@@ -238,7 +238,7 @@ def test_a_filling_that_fails_leaves_no_registration(
             fail()
 
     def fail() -> None:
-        assert registrar.first.wait(30)
+        assert registrar.first.wait(120)
         raise StoreError("torn")
 
     monkeypatch.setattr("flextensor.store.layout.PIN_CHUNK", SIZE)

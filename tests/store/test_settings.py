@@ -107,7 +107,7 @@ def _weights_of(manager: Any) -> tuple[list[str], list[str]]:
 
 
 def _until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
