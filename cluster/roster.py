@@ -65,6 +65,10 @@ class Roster:
         """The workers that take part in rounds, by rank."""
         return [m for _, m in sorted(self.members.items()) if m.joined and not m.lost]
 
+    def away(self) -> list[Member]:
+        """Those that took part and are out of reach, by rank."""
+        return [m for _, m in sorted(self.members.items()) if m.joined and m.lost]
+
     def states(self) -> list[WorkerState]:
         """What those said last."""
         return [m.state for m in self.joined() if m.state is not None]

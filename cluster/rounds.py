@@ -124,7 +124,7 @@ class Replans:
         own = again and state.own_changes > member.own_changes
         if not (ahead or member.set_up or own):
             return
-        plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
+        plans, budget = await self._plans_of(member)
         if ahead:
             self.apart = True
             self.history.go_on(self.epoch, budget).put(member.rank, plans, budget)
@@ -140,7 +140,7 @@ class Replans:
             return False
         try:
             await self._roster.ask(member, lambda m: m.handle.commit.remote(decided))
-            plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
+            plans, budget = await self._plans_of(member)
         except (RayError, TimeoutError):
             return False
         self.in_force().put(member.rank, plans, budget)
@@ -159,7 +159,7 @@ class Replans:
     async def _complete(self) -> bool:
         """Commit what a coordinator before this one has decided, where all that have not heard of it are prepared."""
         members, timeout = self._roster.joined(), self._options.commit_timeout
-        if any(m.joined and m.lost for m in self._roster.members.values()):
+        if self._roster.away():
             return False
         try:
             states = await self._roster.ask_all("state", members, lambda m: m.handle.state.remote(), timeout)
@@ -179,12 +179,17 @@ class Replans:
         from now on, also when its process is started again."""
         async with self.one_at_a_time:
             try:
-                plans, budget = await self._roster.ask(member, lambda m: m.handle.plans.remote())
+                plans, budget = await self._plans_of(member)
             except (RayError, TimeoutError) as error:
                 logger.warning("worker %d made a plan by itself, and does not tell it: %s", member.rank, why(error))
                 member.own_changes = state.own_changes - 1  # asked again when it is next seen
                 return
             self._put_own(member, state, plans, budget)
+
+    async def _plans_of(self, member: Member) -> tuple[Plans, Budget]:
+        """What a worker has agreed on."""
+        agreed: tuple[Plans, Budget] = await self._roster.ask(member, lambda m: m.handle.plans.remote())
+        return agreed
 
     def _put_own(self, member: Member, state: WorkerState, plans: Plans, budget: Budget) -> None:
         self.in_force().put(member.rank, plans, budget)
@@ -254,8 +259,7 @@ class Replans:
         return outcome
 
     def _all_there(self, request: ReplanRequest, members: list[Member]) -> None:
-        away = [m for m in self._roster.members.values() if m.joined and m.lost]
-        if away:
+        if away := self._roster.away():
             raise RoundFailed(f"worker {away[0].rank} is away ({away[0].lost}); ask again when it is back")
         if not members:
             raise RoundFailed("no worker is ready yet")

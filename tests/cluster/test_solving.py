@@ -19,6 +19,8 @@ from flextensor.config import OffloadConfig
 from flextensor.planning import solve
 from flextensor.profile import Profile, StepKind, TensorInfo, TransferCurve, UnitInfo
 
+pytestmark = pytest.mark.whole_search
+
 MIB = 1 << 20
 LINK = 10e9
 

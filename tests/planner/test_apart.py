@@ -14,6 +14,8 @@ from flextensor.planner.plan import BudgetError
 from flextensor.planner.search import search
 from tests.planner.profiles import random_profile
 
+pytestmark = pytest.mark.whole_search
+
 
 @pytest.fixture(autouse=True)
 def a_slow_machine_has_time(monkeypatch: pytest.MonkeyPatch) -> None:

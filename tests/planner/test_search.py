@@ -16,6 +16,8 @@ from flextensor.planner.layout import place_ring
 from flextensor.profile import Profile, StepKind, TensorInfo, TransferCurve, UnitInfo
 from tests.planner.profiles import ByteMachine, make, random_profile
 
+pytestmark = pytest.mark.whole_search
+
 REPEATABLE = settings(derandomize=True, deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 
 

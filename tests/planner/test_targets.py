@@ -15,6 +15,8 @@ from flextensor.planner.trial import Judge, Trial
 from flextensor.profile import Profile, TransferCurve
 from tests.planner.profiles import GIB, H200, h200_model, make
 
+pytestmark = pytest.mark.whole_search
+
 BANDWIDTH = 55.3e9
 RESIDENT = 24 * 3.6e-3
 
