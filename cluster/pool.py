@@ -32,7 +32,9 @@ JOIN_PATIENCE = 20.0
 """Seconds in which a coordinator is asked again whose process is gone, or who does not reach the worker."""
 
 ASK_AGAIN = 1.0
-JOIN_TIMEOUT = 120.0
+JOIN_TIMEOUT = 600.0
+"""Seconds after which a worker works on its own: longer than the round lasts that joining waits for."""
+
 ASK_TIMEOUT = 2.0
 GONE_TIMEOUT = 20.0
 
@@ -49,8 +51,8 @@ class NoWorkers(RuntimeError):
 class Slot:
     """One rank. phase: ``starting``, ``held``, ``joining``, ``ready`` or ``given up``. setup: the answer that it waits
     for before it takes leases: its own while it starts, the coordinator's while it joins. in_flight: its leases in the
-    order in which it was given them, by the reference of the answer. process: its id, once it is set up on this
-    machine. begun, lost_at, joining_since, ask_at: monotonic seconds."""
+    order in which it was given them, by the reference of the answer. process: the one that was set
+    up last, where that was on this machine. begun, lost_at, joining_since, ask_at: monotonic seconds."""
 
     rank: int
     handle: Any
@@ -58,7 +60,7 @@ class Slot:
     setup: Any = None
     in_flight: dict[Any, Lease] = field(default_factory=dict)
     deaths: int = 0
-    process: int | None = None
+    process: psutil.Process | None = None
     begun: float = 0.0
     lost_at: float = 0.0
     joining_since: float = 0.0
@@ -82,14 +84,14 @@ class WorkerPool:
         self._hold = hold
         self._sample = sample
         self._given_up: list[str] = []
-        self._dying: list[int] = []
+        self._dying: list[psutil.Process] = []
         self.coordinator = coordinator
         self.slots = [Slot(rank, make(rank)) for rank in range(workers)]
         for slot in self.slots:
             self._begin(slot)
 
     def _begin(self, slot: Slot) -> None:
-        slot.phase, slot.begun, slot.process = "starting", time.monotonic(), None
+        slot.phase, slot.begun = "starting", time.monotonic()
         self.coordinator.enlist.remote(slot.rank, slot.handle)
         slot.setup = slot.handle.setup.remote(self._sample)
 
@@ -217,6 +219,7 @@ class WorkerPool:
             self._give_up(slot, error)
             return
         if not isinstance(error, ActorUnavailableError | NotSetUp | OutOfReach) or isinstance(error, ActorDiedError):
+            self._dying += _known([slot])
             ray.kill(slot.handle)  # so that its name is free, whatever Ray still thinks of it
             slot.handle = self._make(slot.rank)
         self._begin(slot)
@@ -230,7 +233,7 @@ class WorkerPool:
         self._given_up.append(f"worker {slot.rank} is given up: {first_line(error)}")
         self.coordinator.dismiss.remote(slot.rank)
         self.coordinator.event.remote("worker_given_up", {"rank": slot.rank, "error": first_line(error)})
-        self._dying += _processes_here([slot])
+        self._dying += _processes_here([slot]) + _known([slot])
         ray.kill(slot.handle)
         if all(other.phase == "given up" for other in self.slots):
             cause = getattr(error, "cause", None) or error
@@ -246,10 +249,11 @@ class WorkerPool:
 
     def close(self, *, timeout: float) -> None:
         """Workers end their leases at the next step boundary and release the model; what does not within ``timeout``
-        seconds is killed, and so is at once who still loads: nothing of it can be ended in between."""
+        seconds is killed, and so is at once who still loads: nothing of it can be ended in between. It returns when
+        the processes on this machine are gone, or after GONE_TIMEOUT seconds."""
         alive = [slot for slot in self.slots if slot.phase != "given up"]
         running = [slot for slot in alive if slot.phase != "starting"]
-        processes = [*_processes_here(alive), *(slot.process for slot in alive if slot.process is not None)]
+        processes = _processes_here(alive) + _known(alive)
         stops = [slot.handle.stop.remote() for slot in running]
         closes = [slot.handle.close.remote() for slot in running]
         if closes:
@@ -260,8 +264,8 @@ class WorkerPool:
         _wait_until_gone(processes + self._dying)
 
 
-def _processes_here(slots: list[Slot]) -> list[int]:
-    """Process ids of the workers on this machine that answer at once."""
+def _processes_here(slots: list[Slot]) -> list[psutil.Process]:
+    """The workers' processes on this machine that answer at once."""
     asked = [slot.handle.state.remote() for slot in slots]
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ASK_TIMEOUT) if asked else ([], [])
     found = []
@@ -272,14 +276,22 @@ def _processes_here(slots: list[Slot]) -> list[int]:
     return found
 
 
-def _process_here(state: WorkerState) -> int | None:
-    return state.pid if state.node == socket.gethostname() else None
+def _known(slots: list[Slot]) -> list[psutil.Process]:
+    """Those that were set up, whether they answer or not."""
+    return [slot.process for slot in slots if slot.process is not None]
 
 
-def _wait_until_gone(processes: list[int]) -> None:
+def _process_here(state: WorkerState) -> psutil.Process | None:
+    if state.node == socket.gethostname():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(state.pid)
+    return None
+
+
+def _wait_until_gone(processes: list[psutil.Process]) -> None:
     """Ray kills without waiting, and a store is in use until the last process that holds it is gone."""
     end = time.monotonic() + GONE_TIMEOUT
-    while time.monotonic() < end and any(psutil.pid_exists(process) for process in processes):
+    while time.monotonic() < end and any(process.is_running() for process in processes):
         time.sleep(0.02)
 
 

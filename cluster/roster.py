@@ -112,9 +112,11 @@ class Roster:
 
     # ---- questions
 
-    async def ask(self, member: Member, question: Callable[[Member], Awaitable[Any]]) -> Any:
+    async def ask(
+        self, member: Member, question: Callable[[Member], Awaitable[Any]], timeout: float | None = None
+    ) -> Any:
         """One worker's answer. Raises TimeoutError, and RayError as the call does."""
-        return await ask(member, question, self._options.commit_timeout)
+        return await ask(member, question, timeout or self._options.commit_timeout)
 
     async def ask_all(
         self,

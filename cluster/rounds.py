@@ -26,6 +26,7 @@ from cluster.messages import (
     Assignment,
     Budget,
     CoordinatorOptions,
+    Joined,
     Plans,
     ReplanOutcome,
     ReplanRequest,
@@ -106,7 +107,7 @@ class Replans:
                 await self._take_word(member, state, again=again)
             index = None if again else await self._index_in_group(member)
             assignment = self._assignment(member.rank, index, late=late)
-            joined = await self._roster.ask(member, lambda m: m.handle.join.remote(assignment))
+            joined = await self._join(member, assignment)
             self.in_force().put(member.rank, joined.plans, joined.budget)
             self._roster.join(member, state)
         return state, joined.refused
@@ -347,9 +348,7 @@ class Replans:
                 return  # dismissed, or its process is gone: it joins again
             try:
                 async with self.one_at_a_time:
-                    joined = await self._roster.ask(
-                        member, lambda m: m.handle.join.remote(self._assignment(m.rank, None))
-                    )
+                    joined = await self._join(member, self._assignment(member.rank, None))
                 self.in_force().put(member.rank, joined.plans, joined.budget)
                 self._events.write("caught_up", rank=member.rank, epoch=self.epoch, refused=joined.refused)
                 return
@@ -374,6 +373,13 @@ class Replans:
             paused=self._roster.paused,
             step_index=step_index,
         )
+
+    async def _join(self, member: Member, assignment: Assignment) -> Joined:
+        """The worker's word; one that makes a plan for it has the time that planning may take."""
+        plans = assignment.plans is None and assignment.solve
+        timeout = self._options.measure_timeout if plans else None
+        joined: Joined = await self._roster.ask(member, lambda m: m.handle.join.remote(assignment), timeout)
+        return joined
 
     async def _index_in_group(self, member: Member) -> int | None:
         """The number of the step that a worker's lockstep group is at: one that is in the midst of a step waits there

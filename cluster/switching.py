@@ -171,6 +171,8 @@ class Switching:
         if plans is None:
             plans, budget = engines.plans, engines.budget
         with self._lock:
+            if assignment.epoch < engines.agreed_epoch:  # it took long to plan, and was overtaken
+                return Joined(engines.plans, engines.budget, f"epoch {assignment.epoch} is over")
             if assignment.epoch != engines.agreed_epoch:
                 self._decided = 0
             engines.stage(plans, budget, assignment.epoch)

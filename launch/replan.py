@@ -14,7 +14,7 @@ from flextensor.config import ConfigError, parse_budget
 from launch import words
 from launch.status import ask_run
 
-ROUND_TIMEOUT = 300.0
+ROUND_TIMEOUT = 600.0
 """For a round whose step boundaries come soon; see ``_patience``."""
 
 

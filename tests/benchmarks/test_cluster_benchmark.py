@@ -29,7 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("results")
     command = [sys.executable, "-m", "benchmarks.cluster", "--tiny", "--time-limit", "0", "--output", str(output)]
     environment = os.environ | {"FLEXTENSOR_BENCH_COMMIT": "0123abcd"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stderr[-4000:]
     return output
 

@@ -86,7 +86,7 @@ def replanned(words: str) -> Callable[[dict[str, Any]], bool]:
 @pytest.mark.slow
 def test_members_links_and_memory_that_change_are_planned_for(start_run: Callable[..., Run]) -> None:
     run = start_run(
-        items_of(4000, steps=4, seconds=0.002),
+        items_of(20_000, steps=4, seconds=0.002),
         config=config(),
         budget=0.9,
         automatic=True,
@@ -117,7 +117,7 @@ def test_members_links_and_memory_that_change_are_planned_for(start_run: Callabl
 
         assert_metrics_served()
 
-        ray.get(run.coordinator.dismiss.remote(1), timeout=30)
+        ray.get(run.coordinator.dismiss.remote(1), timeout=120)
         await_event(run, replanned("worker 1 left"))
 
     run_with(run, work)

@@ -31,8 +31,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
 
 def replan(run: Run, **request: Any) -> ReplanOutcome:
-    outcome: ReplanOutcome = ray.get(run.coordinator.replan.remote(ReplanRequest(**request)), timeout=120)
+    outcome: ReplanOutcome = ray.get(run.coordinator.replan.remote(ReplanRequest(**request)), timeout=300)
     return outcome
+
+
+def all_stand(status: RunStatus) -> bool:
+    return len(status.workers) == 2 and all(state.parked for state in status.workers)
 
 
 def test_a_worker_that_dies_in_a_round_stops_it_and_the_next_round_goes_well(start_run: Callable[..., Run]) -> None:
@@ -102,10 +106,7 @@ def test_pause_holds_every_worker_and_a_replan_works_meanwhile(start_run: Callab
 
     def work() -> None:
         assert ray.get(run.coordinator.pause.remote(True), timeout=120) == 2
-        end = time.monotonic() + 120
-        while not all(state.parked for state in status_of(run).workers):
-            assert time.monotonic() < end, "the workers do not stand"
-            time.sleep(0.1)
+        status_with(run, all_stand)
         for _ in range(2):
             steps.append([state.steps for state in status_of(run).workers])
             time.sleep(0.7)
@@ -146,10 +147,7 @@ def test_a_coordinator_started_again_knows_the_run_from_its_workers(start_run: C
         outcomes.append(replan(run, budget=0.7))
         # Workers that stand have agreed on what they take at their next step: that is what the run is at.
         assert ray.get(run.coordinator.pause.remote(True), timeout=120) == 2
-        deadline = time.monotonic() + 120
-        while not all(state.parked for state in status_of(run).workers):
-            assert time.monotonic() < deadline, "the workers do not stand"
-            time.sleep(0.1)
+        status_with(run, all_stand)
         outcomes.append(replan(run, budget=0.6))
         kill_coordinator()
         outcomes.append(replan(run, budget=0.9))

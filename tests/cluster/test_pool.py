@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import threading
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from cluster import pool as pools
 from cluster.pool import AT_ONCE, LIVES_WITHOUT_WORK, PATIENCE, NoWorkers, Slot, WorkerPool
-from cluster.switching import NotSetUp
+from cluster.switching import NotSetUp, OutOfReach
 
 
 class Handle:
@@ -108,3 +111,14 @@ def test_an_actor_is_made_anew_only_where_ray_has_given_it_up(lives: Lives) -> N
     assert lives.made == 1
     lives.fails(ActorDiedError(), after=20)
     assert lives.made == 2
+
+
+def test_the_end_waits_for_the_process_of_one_that_is_asked_again(lives: Lives) -> None:
+    """It hangs: it does not answer, and its store is in use until it is gone."""
+    hung = subprocess.Popen(["sleep", "1"])
+    threading.Thread(target=hung.wait).start()  # else it would stay as a zombie
+    lives.slot.setup, lives.slot.phase, lives.slot.process = None, "joining", psutil.Process(hung.pid)
+    lives.pool.lost(lives.slot, OutOfReach("no answer"))
+    assert lives.slot.phase == "starting" and psutil.pid_exists(hung.pid)
+    lives.pool.close(timeout=0)
+    assert not psutil.pid_exists(hung.pid)

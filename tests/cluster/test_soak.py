@@ -300,7 +300,6 @@ def test_a_worker_that_dies_more_often_than_ray_restarts_it_comes_back(
 
 @pytest.mark.ray
 @pytest.mark.xdist_group("ray")
-@pytest.mark.timeout(900)
 def test_a_short_while_of_kills_replans_and_link_changes(start_run: Callable[..., Run], tmp_path: Path) -> None:
     soak(start_run, SHORT_SECONDS, seed=20)
 

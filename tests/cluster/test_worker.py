@@ -190,8 +190,9 @@ def test_a_worker_that_gives_way_in_the_step_that_is_waited_for_does_not_agree(w
         time.sleep(0.01)
     get_offload_manager("worker-0")._give_way()
     (tmp_path / "hurry").touch()
-    preparing.join(30)
-    running.join(30)
+    preparing.join(120)
+    running.join(120)
+    assert not preparing.is_alive() and not running.is_alive()
     assert refusals and "memory did not suffice" in refusals[0]
     with pytest.raises(Refused, match="is not prepared"):
         worker.commit(1)
@@ -249,6 +250,14 @@ def test_a_worker_whose_commit_was_lost_goes_on_when_it_joins(worker: Worker) ->
     assert worker.state().epoch == 2
     with pytest.raises(Refused, match="is not prepared"):
         worker.commit(1)
+
+
+def test_who_is_told_late_of_an_epoch_that_is_over_keeps_to_the_later_one(worker: Worker) -> None:
+    first = worker.join(Assignment(epoch=5, plans=None, budget=0.9, solve=True, paused=False))
+    late = worker.join(Assignment(epoch=3, plans=None, budget=0.4, solve=True, paused=False))
+    assert not first.refused and late.refused == "epoch 3 is over" and late.plans == first.plans and late.budget == 0.9
+    run_items(worker, "a")
+    assert worker.state().epoch == worker.state().agreed.epoch == 5 and worker.state().budget == 0.9
 
 
 def test_a_worker_that_is_not_set_up_takes_no_lease_and_no_round() -> None:

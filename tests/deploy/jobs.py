@@ -16,10 +16,10 @@ OPTIONS = {"units": 6, "width": 128}
 TOTAL_BYTES = 6 * (128 * 128 + 128) * 4
 
 
-def deployment(*, timeout: float) -> list[pytest.MarkDecorator]:
-    """The marks of a deployment's tests: one after another in a process. timeout: seconds of one."""
+def deployment() -> list[pytest.MarkDecorator]:
+    """The marks of a deployment's tests: one after another in a process."""
     mark = pytest.mark
-    return [mark.deploy, mark.xdist_group("deploy"), mark.slow, mark.ray, mark.timeout(timeout)]
+    return [mark.deploy, mark.xdist_group("deploy"), mark.slow, mark.ray, mark.timeout(1800)]
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Job:
         return [event for event in self.events if event["event"] == "replanned"]
 
 
-def write_job(folder: Path, name: str, *, items: int = 400, seconds: float = 0.5, **settings: Any) -> Job:
+def write_job(folder: Path, name: str, *, items: int = 400, seconds: float = 1.0, **settings: Any) -> Job:
     """``items`` items of 4 slow steps each; ``seconds``: the least that a step takes until the job is to hurry.
 
-    However long the commands of a test take, the job outlasts them: more than six minutes with two workers.
+    However long the commands of a test take, the job outlasts them: a quarter of an hour with two workers.
     """
     haste = folder / f"{name}.haste"
     slow = {"prompt": "-", "steps": 4, "seconds": seconds, "hurry": str(haste)}
@@ -97,7 +97,7 @@ def write_job(folder: Path, name: str, *, items: int = 400, seconds: float = 0.5
     return Job(config, output, entries, haste)
 
 
-def wait_for(what: str, condition: Callable[[], Any], *, timeout: float = 180) -> None:
+def wait_for(what: str, condition: Callable[[], Any], *, timeout: float = 600) -> None:
     """Wait until it is true; ``what`` is in the error."""
     deadline = time.monotonic() + timeout
     while not condition():

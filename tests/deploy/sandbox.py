@@ -112,7 +112,7 @@ class Sandbox:
             env={**self.environment, **environment},
         )
 
-    def ended(self, process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, str]:
+    def ended(self, process: subprocess.Popen[str], timeout: float = 600) -> tuple[int, str]:
         """Its exit code and all of its output."""
         try:
             output, _ = process.communicate(timeout=timeout)
@@ -122,11 +122,19 @@ class Sandbox:
             raise AssertionError(f"{process.args} did not end within {timeout} s:\n{output}") from None
         return process.returncode, output
 
-    def run(self, *command: str, timeout: float = 240, **environment: str) -> str:
+    def run(self, *command: str, timeout: float = 600, **environment: str) -> str:
         """The output of a command that must succeed."""
         code, output = self.ended(self.start(*command, **environment), timeout)
         assert code == 0, f"{' '.join(command)} ended with {code}:\n{output}"
         return output
+
+    def start_ray(self, *command: str, **environment: str) -> None:
+        """Run a command that starts Ray, which gives its own processes 30 s: on a busy machine, once more."""
+        code, output = self.ended(self.start(*command, **environment))
+        if code != 0 and "timed out during startup" in output:
+            self.run("ray", "stop", "--force")
+            code, output = self.ended(self.start(*command, **environment))
+        assert code == 0, f"{' '.join(command)} ended with {code}:\n{output}"
 
     def listeners(self) -> set[str]:
         """Every address that a TCP or UDP socket is bound to, as ``address:port``."""

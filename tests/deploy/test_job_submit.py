@@ -14,7 +14,7 @@ import pytest
 from tests.deploy.jobs import TOTAL_BYTES, Job, deployment, wait_for, write_job
 from tests.deploy.sandbox import Sandbox, beyond_loopback
 
-pytestmark = deployment(timeout=900)
+pytestmark = deployment()
 
 PORT = 6380
 ADDRESS = f"127.0.0.1:{PORT}"
@@ -26,7 +26,7 @@ def head(sandbox: Sandbox) -> Iterator[Sandbox]:
     """A head with 4 logical GPUs that asks for the token."""
     sandbox.environment["RAY_AUTH_MODE"] = "token"
     sandbox.run("ray", "get-auth-token", "--generate")
-    sandbox.run(
+    sandbox.start_ray(
         *("ray", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={PORT}", "--num-cpus=4", "--num-gpus=4"),
         *("--object-store-memory=80000000", "--disable-usage-stats"),
         RAY_memory_monitor_refresh_ms="0",
@@ -58,7 +58,7 @@ def assert_succeeded(head: Sandbox, job: Job, submitted: Popen[str]) -> None:
 def flextensor(head: Sandbox, *arguments: str, code: int = 0, **environment: str) -> str:
     """A command of ours, started on the head by hand; its output."""
     process = head.start(sys.executable, "-m", "launch", *arguments, "--address", ADDRESS, **environment)
-    ended, output = head.ended(process, 240)
+    ended, output = head.ended(process)
     assert ended == code, f"{arguments} ended with {ended}:\n{output}"
     return output
 

@@ -16,7 +16,7 @@ import yaml
 from tests.deploy.jobs import TOTAL_BYTES, deployment, wait_for, write_job
 from tests.deploy.sandbox import ROOT, Sandbox, beyond_loopback, missing_for
 
-pytestmark = deployment(timeout=900)
+pytestmark = deployment()
 
 PORT = 2222
 
@@ -93,7 +93,7 @@ def test_up_submit_replan_while_it_runs_and_down(sandbox: Sandbox, cluster_yaml:
     job = write_job(sandbox.folder, "launched")
     quick = {"AUTOSCALER_NODE_START_WAIT_S": "60"}
     cluster = ("--no-config-cache", str(cluster_yaml))
-    sandbox.run("ray", "up", "-y", "--disable-usage-stats", *cluster, timeout=180, **quick)
+    sandbox.start_ray("ray", "up", "-y", "--disable-usage-stats", *cluster, **quick)
     assert (sandbox.home / ".ray" / "auth_token").stat().st_size > 0
 
     submitted = sandbox.start(
@@ -116,7 +116,7 @@ def test_up_submit_replan_while_it_runs_and_down(sandbox: Sandbox, cluster_yaml:
     assert "all workers move at their next step" in replanned
     assert submitted.poll() is None, "the replan came in the middle"
     job.hurry()
-    code, output = sandbox.ended(submitted, timeout=180)
+    code, output = sandbox.ended(submitted)
     assert code == 0, output
     job.assert_complete()
     (round_,) = job.replans()

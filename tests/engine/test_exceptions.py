@@ -6,6 +6,7 @@ import gc
 import linecache
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -157,6 +158,13 @@ def test_raised_in_the_root_outside_every_unit(pair: MakePair) -> None:
     one.streams(3)
 
 
+def other_threads() -> Counter[str]:
+    """How many threads there are of each name but the copy streams': perhaps of a Ray, which start and end."""
+    return Counter(
+        thread.name for thread in threading.enumerate() if thread.name != "offload-copy" and "ray" not in thread.name
+    )
+
+
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), torch.OutOfMemoryError("y")], ids=type)
 @pytest.mark.parametrize("phase", PHASES)
 def test_exceptions_again_and_again_leave_no_events_and_no_memory(
@@ -166,6 +174,7 @@ def test_exceptions_again_and_again_leave_no_events_and_no_memory(
     one.run(2 * PHASES[phase] if phase == "inference" else PHASES[phase])
     assert one.manager.phase == phase
     threads = 1 if one.device.type == "cpu" else 0  # its copy stream
+    others = other_threads()
     fail(one, 2, error)
     raises(one, error, 8)  # what a first call takes is taken; after an out-of-memory weights have given way
     held, samples = beside_weights(one), samples_kept(one)
@@ -176,10 +185,12 @@ def test_exceptions_again_and_again_leave_no_events_and_no_memory(
     recorder = one.manager._recorder
     assert len(recorder._pending) + len(recorder._boundaries) < 50 and len(recorder._free) < 500
     assert one.manager.phase == phase and len(copy_threads(at_most=threads)) == threads
+    assert other_threads() <= others
     fail(one, 2, None)
     one.run(6)
     assert_nothing_is_open(one)
     assert one.manager.phase == "inference" and len(copy_threads(at_most=threads)) == threads
+    assert other_threads() <= others
     assert beside_weights(one) - held <= (0 if one.device.type == "cpu" else 8192)
     one.streams(3)
 

@@ -35,6 +35,7 @@ class Job:
         self.report = folder / "report.json"
         self.config = folder / "run.yaml"
         self.ids = [f"item-{k}" for k in range(items)]
+        self.processes: list[subprocess.Popen[str]] = []
         prompts = [json.dumps({"id": key, "prompt": "word " * (k % 5) + key}) for k, key in enumerate(self.ids)]
         (folder / "prompts.jsonl").write_text("\n".join([*prompts[:3], *lines, *prompts[3:]]) + "\n")
         written = {
@@ -61,7 +62,15 @@ class Job:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """``generate`` in a process of its own."""
-        return start_command("generate", "--config", str(self.config), *arguments)
+        self.processes.append(start_command("generate", "--config", str(self.config), *arguments))
+        return self.processes[-1]
+
+    def end(self) -> None:
+        """What still runs of a test that failed: it would keep its GPUs from the others'."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()
+                end_of(process)
 
     def answers(self) -> dict[str, dict[str, Any]]:
         """The output by id; every line is whole and no id is there twice."""
@@ -82,7 +91,7 @@ def start_command(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def end_of(process: subprocess.Popen[str], *, timeout: float = 600) -> tuple[int, str, str]:
+def end_of(process: subprocess.Popen[str], *, timeout: float = 400) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -104,3 +113,5 @@ def make_job(tmp_path: Path, small_model: Path) -> Iterator[Callable[..., Job]]:
         return made[-1]
 
     yield make
+    for job in made:
+        job.end()

@@ -18,7 +18,7 @@ from tests.launch.conftest import ROOT, Job, end_of, start_command
 from .test_causal_lm import expected
 from .test_generate import wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray_launch"), pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray_launch"), pytest.mark.slow]
 
 NEW_TOKENS = 300
 

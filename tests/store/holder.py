@@ -150,10 +150,11 @@ class Holder:
 
     def wait_for_progress(self, so_far: Callable[[StoreProgress], bool]) -> StoreProgress:
         """The next progress that is ``so_far``."""
-        while True:
-            told: StoreProgress = self.wait("progress")
-            if so_far(told):
-                return told
+        deadline = time.monotonic() + PATIENCE
+        while not so_far(told := self.wait("progress")):
+            assert time.monotonic() < deadline, told
+        progress: StoreProgress = told
+        return progress
 
     def wait_in_filling(self) -> StoreProgress:
         """Until it stands in the middle of its filling."""
