@@ -129,14 +129,18 @@ def run_with(run: Run, work: Callable[[], None]) -> JobProgress:
     return progress
 
 
+def replan(run: Run, **request: Any) -> ReplanOutcome:
+    outcome: ReplanOutcome = ray.get(run.coordinator.replan.remote(ReplanRequest(**request)), timeout=300)
+    return outcome
+
+
 def test_replans_in_the_middle_move_all_workers_and_change_no_answer(start_run: Callable[..., Run]) -> None:
     run = start_run(items_of(3000, steps=8, seconds=0.01))
     outcomes: list[ReplanOutcome] = []
 
     def replans() -> None:
         for budget in (0.9, 0.4, None, 0.6):
-            request = ReplanRequest(budget=budget, latency=budget is None, reason=f"to {budget}")
-            outcomes.append(ray.get(run.coordinator.replan.remote(request), timeout=300))
+            outcomes.append(replan(run, budget=budget, latency=budget is None, reason=f"to {budget}"))
         outcomes.append(ray.get(run.coordinator.rollback.remote(), timeout=300))
 
     progress = run_with(run, replans)
@@ -159,12 +163,9 @@ def test_a_replan_that_fits_nobody_is_refused_and_names_what_is_needed(start_run
     outcomes: list[ReplanOutcome] = []
 
     def replans() -> None:
-        for request in (
-            ReplanRequest(budget=1000),
-            ReplanRequest(budget=0.8, dry_run=True),
-            ReplanRequest(budget=0.8, workers=(7,)),
-        ):
-            outcomes.append(ray.get(run.coordinator.replan.remote(request), timeout=300))
+        outcomes.append(replan(run, budget=1000))
+        outcomes.append(replan(run, budget=0.8, dry_run=True))
+        outcomes.append(replan(run, budget=0.8, workers=(7,)))
 
     run_with(run, replans)
     assert_answers_right(run)
@@ -186,7 +187,7 @@ def test_a_killed_worker_comes_back_with_the_agreed_plan_and_no_item_is_lost(sta
         if len(pids) == 3:
             left.update(finish(run))
         elif len(run.pool.ready) == 2 and not killed and len(pids) == 2:
-            outcome = ray.get(run.coordinator.replan.remote(ReplanRequest(budget=0.7)), timeout=300)
+            outcome = replan(run, budget=0.7)
             assert outcome.committed, outcome.reason
             killed.append(status_of(run).workers[0].pid)
             os.kill(killed[0], signal.SIGKILL)

@@ -15,24 +15,20 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.messages import ReplanOutcome, ReplanRequest, RunStatus
+from cluster.messages import ReplanOutcome, RunStatus
 from tests.cluster.conftest import Run
 from tests.cluster.test_batch_job import (
     assert_answers_right,
     events_of,
     items_of,
     on_one_epoch,
+    replan,
     run_with,
     status_of,
     status_with,
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
-
-
-def replan(run: Run, **request: Any) -> ReplanOutcome:
-    outcome: ReplanOutcome = ray.get(run.coordinator.replan.remote(ReplanRequest(**request)), timeout=300)
-    return outcome
 
 
 def all_stand(status: RunStatus) -> bool:

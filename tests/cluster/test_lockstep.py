@@ -15,10 +15,10 @@ from tests.cluster.test_batch_job import (
     events_of,
     items_of,
     on_one_epoch,
+    replan,
     run_with,
     status_with,
 )
-from tests.cluster.test_coordinator import replan
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
