@@ -468,9 +468,8 @@ class Sweep:
         blocks: dict[int, list[Row]] = {at: [] for at in going}
         for repeat in range(repeats):
             for at, (row, plan) in list(going.items()):
-                if repeat == 0:
-                    row = self.forecast(row, plan)
-                row, before = self.time_steps(row, plan, before)
+                # Of this block, not of the first: a GPU at its power limit is slower or faster a few seconds later.
+                row, before = self.time_steps(self.forecast(row, plan), plan, before)
                 going[at] = row, plan
                 blocks[at].append(row)
                 logger.info(

@@ -46,11 +46,14 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def plans_soon_found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of the search for plans that this process makes, but for tests that are marked ``whole_search``: most of
-    an engine test's time would go to the last per cent of a toy's step."""
+    """A tenth of the search for plans that this process makes or has made, but for tests that are marked
+    ``whole_search``: most of an engine test's time would go to the last per cent of a toy's step."""
     if request.node.get_closest_marker("whole_search") is None:
-        search = importlib.import_module("flextensor.planner.search")
-        monkeypatch.setattr(search, "EFFORT", search.EFFORT // 10)
+        apart, search = (importlib.import_module(f"flextensor.planner.{name}") for name in ("apart", "search"))
+        less = search.EFFORT // 10
+        monkeypatch.setattr(search, "EFFORT", less)
+        told = f"import flextensor.planner.search; sys.modules['flextensor.planner.search'].EFFORT = {less}; "
+        monkeypatch.setattr(apart, "_CHILD", apart._CHILD.replace("from flextensor", told + "from flextensor", 1))
 
 
 @pytest.fixture(scope="session", autouse=True)

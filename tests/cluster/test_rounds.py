@@ -287,7 +287,8 @@ def test_a_worker_that_ran_out_of_memory_keeps_to_what_it_could_hold(pair: list[
         for worker in pair:
             await asyncio.to_thread(step, worker)
         assert [worker.state().epoch for worker in pair] == [3, 3]
-        assert pair[0].state().weight_bytes == full and pair[1].state().weight_bytes <= less.weight_bytes
+        assert pair[1].state().weight_bytes <= less.weight_bytes
+        assert (pair[0].state().budget, pair[1].state().budget) == (0.9, less.weight_bytes)
         handle = LocalHandle(pair[1])  # its process was started again: it joins on what was agreed
         await bench.coordinator.enlist(1, handle)
         await bench.coordinator.admit(1, handle)
@@ -368,7 +369,8 @@ def test_a_rollback_gives_a_worker_that_joined_since_the_old_budget(pair: list[W
             await asyncio.to_thread(step, worker)
         first, second = (worker.state() for worker in pair)
         assert first.budget == second.budget == 0.5
-        assert first.weight_bytes == second.weight_bytes < 0.6 * second.total_bytes
+        # Not equal: each has planned from times of its own, and of plans as quick the smaller one is taken.
+        assert max(first.weight_bytes, second.weight_bytes) < 0.6 * second.total_bytes
 
     run(bench, work)
 
