@@ -443,46 +443,44 @@ class Sweep:
         """The rows of all targets; those without a plan at once."""
         surveyed = [self.survey(target) for target in targets]
         yield from (row for row, plan in surveyed if plan is None)
-        going: dict[int, tuple[Row, Plan]] = {
-            at: (row, plan) for at, (row, plan) in enumerate(surveyed) if plan is not None
-        }
+        going = [(row, plan) for row, plan in surveyed if plan is not None]
         self.add_twin()
         self.put_in_force(self.manager.solve(None, self.manager.current_profile()))  # the plan before the first
         self._heat()
         before = self.resident_seconds()
-        by_link = [at for at, (_, plan) in going.items() if self._bound_by_link(plan, before)]
-        yield from self._in_turns({at: going[at] for at in by_link}, self.settings.repeats, before)
-        by_clock = {at: pair for at, pair in going.items() if at not in by_link}
-        if by_clock:
+        by_link = [(row, plan) for row, plan in going if self._bound_by_link(plan, before)]
+        by_clock = [(row, plan) for row, plan in going if not self._bound_by_link(plan, before)]
+        yield from self._in_turns(by_link, self.settings.repeats, before)
+        if by_link and by_clock:
             self._heat()  # while it waited for copies it cooled, and has higher clocks than under sustained work
-            repeats = max(self.settings.repeats, CLOCK_REPEATS if self.torch_device.type == "cuda" else 1)
-            yield from self._in_turns(by_clock, repeats, self.resident_seconds())
+            before = self.resident_seconds()
+        repeats = max(self.settings.repeats, CLOCK_REPEATS if self.torch_device.type == "cuda" else 1)
+        yield from self._in_turns(by_clock, repeats, before)
 
     def _heat(self) -> None:
         if self.torch_device.type == "cuda":
             sustain(self.resident_step, HEATING_SECONDS, self.torch_device)
 
-    def _in_turns(self, going: dict[int, tuple[Row, Plan]], repeats: int, before: float) -> Iterator[Row]:
+    def _in_turns(self, going: Sequence[tuple[Row, Plan]], repeats: int, before: float) -> Iterator[Row]:
         """The rows of these plans: one timed block of each after the other, ``repeats`` times. before: the twin's
         seconds just now."""
-        blocks: dict[int, list[Row]] = {at: [] for at in going}
+        blocks = [[row] for row, _ in going]
         for repeat in range(repeats):
-            for at, (row, plan) in list(going.items()):
+            for rows, (_, plan) in zip(blocks, going, strict=True):
                 # Of this block, not of the first: a GPU at its power limit is slower or faster a few seconds later.
-                row, before = self.time_steps(self.forecast(row, plan), plan, before)
-                going[at] = row, plan
-                blocks[at].append(row)
+                row, before = self.time_steps(self.forecast(rows[-1], plan), plan, before)
+                rows.append(row)
                 logger.info(
                     "%s, %d tokens, %s: %.2f ms (resident %.2f ms)",
                     self.name,
                     self.tokens,
                     row.target,
                     row.step_samples[-1] * 1e3,
-                    (row.resident_seconds or 0.0) * 1e3,
+                    before * 1e3,
                 )
                 if repeat == repeats - 1:
                     self.write_trace(row)
-                    yield self.summarise(blocks[at])
+                    yield self.summarise(rows[1:])
 
     def close(self) -> None:
         """A plain model again, and nothing on the device."""
