@@ -12,6 +12,9 @@ from flextensor.config import ConfigError, unknown_key_message
 TRIGGERS = ("drift", "link", "throttle", "memory", "members")
 """What makes a run plan again without being asked; see ``cluster.drift``."""
 
+LONGEST_ROUND = 600.0
+"""Seconds within which a round ends whose step boundaries come soon: who waits for one need not wait longer."""
+
 LockstepGroups = tuple[tuple[int, ...], ...]
 
 

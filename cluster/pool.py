@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError
 
 from cluster.messages import Item, Lease, WorkerState
+from cluster.options import LONGEST_ROUND
 from cluster.switching import NotSetUp, OutOfReach
 
 logger = logging.getLogger(__name__)
@@ -32,9 +33,6 @@ JOIN_PATIENCE = 20.0
 """Seconds in which a coordinator is asked again whose process is gone, or who does not reach the worker."""
 
 ASK_AGAIN = 1.0
-JOIN_TIMEOUT = 600.0
-"""Seconds after which a worker works on its own: longer than the round lasts that joining waits for."""
-
 ASK_TIMEOUT = 2.0
 GONE_TIMEOUT = 20.0
 
@@ -121,7 +119,7 @@ class WorkerPool:
         seconds."""
         now = time.monotonic()
         for slot in self.slots:
-            if slot.phase == "joining" and now - slot.joining_since > JOIN_TIMEOUT:
+            if slot.phase == "joining" and now - slot.joining_since > LONGEST_ROUND:
                 self._joined(slot, but="the coordinator does not answer")
             elif slot.phase == "joining" and slot.setup is None and now >= slot.ask_at:
                 self._ask_to_join(slot)
@@ -233,7 +231,7 @@ class WorkerPool:
         self._given_up.append(f"worker {slot.rank} is given up: {first_line(error)}")
         self.coordinator.dismiss.remote(slot.rank)
         self.coordinator.event.remote("worker_given_up", {"rank": slot.rank, "error": first_line(error)})
-        self._dying += _processes_here([slot]) + _known([slot])
+        self._dying += _processes([slot])
         ray.kill(slot.handle)
         if all(other.phase == "given up" for other in self.slots):
             cause = getattr(error, "cause", None) or error
@@ -253,7 +251,7 @@ class WorkerPool:
         the processes on this machine are gone, or after GONE_TIMEOUT seconds."""
         alive = [slot for slot in self.slots if slot.phase != "given up"]
         running = [slot for slot in alive if slot.phase != "starting"]
-        processes = _processes_here(alive) + _known(alive)
+        processes = _processes(alive)
         stops = [slot.handle.stop.remote() for slot in running]
         closes = [slot.handle.close.remote() for slot in running]
         if closes:
@@ -264,11 +262,11 @@ class WorkerPool:
         _wait_until_gone(processes + self._dying)
 
 
-def _processes_here(slots: list[Slot]) -> list[psutil.Process]:
-    """The workers' processes on this machine that answer at once."""
+def _processes(slots: list[Slot]) -> list[psutil.Process]:
+    """The workers' processes on this machine: those that were set up, and those that answer at once."""
+    found = _known(slots)
     asked = [slot.handle.state.remote() for slot in slots]
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ASK_TIMEOUT) if asked else ([], [])
-    found = []
     for reference in answered:
         with contextlib.suppress(RayError):
             if (process := _process_here(ray.get(reference))) is not None:

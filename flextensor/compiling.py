@@ -78,9 +78,13 @@ class CompiledReplans(Replans):
         tail = self._tail
         return StrategyReplanStatus(tail.state, not reason, tail.applied, reason or tail.reason)
 
+    @property
+    def replan_expected(self) -> bool:
+        """True when the profile is of eager times and the units are compiled after it."""
+        return self.external_compile_active or (self._compile_fn is not None and self.config.profile_mode == "getter")
+
     def _why_no_tail(self) -> str:
-        armed = self.external_compile_active or (self._compile_fn is not None and self.config.profile_mode == "getter")
-        if not armed:
+        if not self.replan_expected:
             return (
                 "only compiled offload with an eager profile needs one (external_compile=True or profile_mode='getter')"
             )

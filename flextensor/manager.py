@@ -35,6 +35,7 @@ from flextensor.live import LiveTiming
 from flextensor.modules import UnitHandle, guard_inside, is_offloaded, offload_module, restore_module
 from flextensor.phases import DISCOVERY, INFERENCE, PROFILING, RELEASED
 from flextensor.planner.plan import Plan
+from flextensor.planning import PROVISIONAL_EFFORT
 from flextensor.profile import Profile, TransferCurve
 from flextensor.regions import Regions
 from flextensor.reporting import Reported
@@ -370,8 +371,12 @@ class OffloadManager(CompiledReplans, Regions, Editing, Reported):
         self.phase, self._warmup = INFERENCE, None  # not before: units that fail to compile do so at each call
         assert self.profile is not None
         self._measured_kinds.update(kind.name for kind in self.profile.kinds)
-        self._switch_to_what_fits(self.solve_configured())
+        self._switch_to_what_fits(self.solve_configured(effort=self._first_effort()))
         self._execution.unforeseen_before = 0  # until now every visit was, by design
+
+    def _first_effort(self) -> float:
+        """How hard to look for the first plan: one of eager times lasts until the replan with compiled ones."""
+        return PROVISIONAL_EFFORT if self.replan_expected and not self._from_saved_profile else 1.0
 
     # ---- saved profiles
 

@@ -72,9 +72,10 @@ class Replans(Measured):
             )
         return profile
 
-    def solve_configured(self, profile: Profile | None = None) -> Plan:
-        """The plan that the configuration asks for, within what is really free. profile: None: the manager's."""
-        return planning.solve_configured(self._known(profile), self._room(), self.config)
+    def solve_configured(self, profile: Profile | None = None, *, effort: float = 1.0) -> Plan:
+        """The plan that the configuration asks for, within what is really free. profile: None: the manager's.
+        effort: the share of the search's closer looks."""
+        return planning.solve_configured(self._known(profile), self._room(), self.config, effort=effort)
 
     def solve_in_room(self, budget: int | float | None, profile: Profile | None = None, *, apart: bool = False) -> Plan:
         """``solve``; without a budget, weights take at most what is free and the configured share of the device."""

@@ -8,14 +8,12 @@ from typing import Any
 from rich.console import Console
 
 from cluster.messages import ReplanOutcome, ReplanRequest, RunStatus
+from cluster.options import LONGEST_ROUND
 from cluster.roster import BOUNDARY_PATIENCE, longest_between_boundaries
 from cluster.session import find_run
 from flextensor.config import ConfigError, parse_budget
 from launch import words
 from launch.status import ask_run
-
-ROUND_TIMEOUT = 600.0
-"""For a round whose step boundaries come soon; see ``_patience``."""
 
 
 def request_of(budget: str | None, workers: str | None, *, measure: bool, dry_run: bool) -> ReplanRequest:
@@ -64,7 +62,7 @@ def _patience(coordinator: Any) -> float:
     """Seconds to wait for a round: it waits for a step boundary of every worker; a step of a video takes minutes."""
     status: RunStatus = ask_run(coordinator.status.remote())
     longest = max((longest_between_boundaries(state) for state in status.workers), default=0.0)
-    return ROUND_TIMEOUT + BOUNDARY_PATIENCE * longest
+    return LONGEST_ROUND + BOUNDARY_PATIENCE * longest
 
 
 def _tell(outcome: ReplanOutcome, console: Console) -> bool:

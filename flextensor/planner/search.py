@@ -41,6 +41,7 @@ def search(
     transfer_budget_scale: float = 1.0,
     tolerance: float = 0.003,
     link_margin: float = 0.02,
+    effort: float = 1.0,
 ) -> Plan:
     """The best plan found, verified, with its prediction.
 
@@ -48,10 +49,11 @@ def search(
         ``tolerance`` of the resident model's, also on a link slower by ``link_margin``.
     num_blocks, min_blocks: the most and fewest units whose streamed bytes the arena holds.
     transfer_budget_scale: latency mode lets copies take this share of the compute time.
+    effort: share of the closer looks and moves; a tenth finds most plans to about a per cent.
     Raises BudgetError, with the least bytes that work, when no plan fits.
     """
     limits = Limits(budget_bytes, num_blocks, min_blocks, transfer_budget_scale, tolerance, link_margin)
-    finder = _Search(Judge(Layout.of(profile), limits))
+    finder = _Search(Judge(Layout.of(profile), limits), effort)
     plan = predicted(finder.plan(), profile)
     verify_plan(plan, profile)
     logger.debug("planned, %d tensors placed: %s", finder.judge.spent, plan.prediction)
@@ -68,7 +70,8 @@ class _Setting:
 
 
 class _Search:
-    def __init__(self, judge: Judge) -> None:
+    def __init__(self, judge: Judge, effort: float) -> None:
+        self.effort = int(effort * EFFORT)
         self.judge, self.layout, self.limits = judge, judge.layout, judge.limits
         self.menus = Menus(judge.layout)
         self.unit_bytes = self.layout.unit_bytes([list(row) for row in self.layout.reads])
@@ -143,8 +146,8 @@ class _Search:
         tensors = len(self.judge.everything)
         if tensors <= FEW:
             # Each set of a small model is soon tried: spreads around the best tell less.
-            return EFFORT // (16 if not moves else 1 if tensors <= FEW // 2 else 2)
-        return EFFORT // (2 if tensors >= MANY_TENSORS else 1)
+            return self.effort // (16 if not moves else 1 if tensors <= FEW // 2 else 2)
+        return self.effort // (2 if tensors >= MANY_TENSORS else 1)
 
     def _closer(self, factors: tuple[float, ...]) -> Iterator[_Setting]:
         """Around the best of the grid."""

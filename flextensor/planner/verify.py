@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import bisect
 
-import numpy as np
-
 from flextensor.planner.plan import ALIGNMENT, HOST, Copy, Plan, align
 from flextensor.profile import Profile
 
@@ -82,8 +80,8 @@ class _Replay:
             edges.update((copy.arena_offset, copy.arena_offset + copy.nbytes))
         self.edges = sorted(edges)
         # What lies in a byte range, as (source offset - arena offset); a tensor is there when all of it says its own.
-        self.content = np.full(len(self.edges), np.iinfo(np.int64).min, dtype=np.int64)
-        self.last_reader = np.full(len(self.edges), -1, dtype=np.int64)
+        self.content: list[int | None] = [None] * len(self.edges)
+        self.last_reader = [-1] * len(self.edges)
         self.cuts = {t: self._cut(p, profile.tensors[t].nbytes) for t, p in plan.offsets.items()}
 
     def _cut(self, start: int, nbytes: int) -> slice:
@@ -99,20 +97,20 @@ class _Replay:
             self._check_copy(copy)
         reads = [[t for t in dict.fromkeys(unit.tensors) if t not in plan.resident] for unit in self.profile.units]
         for copy in plan.initial:
-            self.content[targets[id(copy)]] = copy.source_offset - copy.arena_offset
+            self._write(targets[id(copy)], copy)
         for position in range(2 * steps):
             step, visit = divmod(position, steps)
             for copy in by_visit[visit]:
                 waits = (step - copy.lag) * steps + copy.after
                 cut = targets[id(copy)]
-                read = int(self.last_reader[cut].max())
+                read = max(self.last_reader[cut])
                 if read > waits and read >= 0:
                     raise PlanError(
                         f"the copy for visit {visit} into bytes {copy.arena_offset} to "
                         f"{copy.arena_offset + copy.nbytes} waits for visit {copy.after} (lag {copy.lag}), but visit "
                         f"{read % steps} still reads there"
                     )
-                self.content[cut] = copy.source_offset - copy.arena_offset
+                self._write(cut, copy)
             for t in reads[plan.visits[visit]]:
                 self._read(t, position)
 
@@ -123,13 +121,17 @@ class _Replay:
             if t in self.plan.resident or at < 0 or at + info.nbytes > copy.nbytes or copy.source != HOST:
                 raise PlanError(f"a copy for visit {copy.visit} does not hold tensor {info.name!r} that it names")
 
+    def _write(self, cut: slice, copy: Copy) -> None:
+        self.content[cut] = [copy.source_offset - copy.arena_offset] * (cut.stop - cut.start)
+
     def _read(self, t: int, position: int) -> None:
         info, cut = self.profile.tensors[t], self.cuts[t]
         step, visit = divmod(position, len(self.plan.visits))
         own = info.offset - self.plan.offsets[t]
-        if not (self.content[cut] == own).all():
+        ranges = cut.stop - cut.start
+        if self.content[cut].count(own) != ranges:
             raise PlanError(
                 f"visit {visit} of step {step} (unit {self.profile.units[self.plan.visits[visit]].name!r}) does not "
                 f"find tensor {info.name!r} at {self.plan.offsets[t]}: other bytes lie there"
             )
-        self.last_reader[cut] = position
+        self.last_reader[cut] = [position] * ranges

@@ -84,15 +84,14 @@ def _finish(tensor: StoredTensor, pieces: list[tuple[int, Future[Checksum]]]) ->
 def _fill_piece(reader: Reader, divisible: bool, target: torch.Tensor, start: int, checksums: bool) -> Checksum:
     with torch.inference_mode(False), torch.no_grad():
         populate(target)
-        if not divisible:
+        if not (divisible and checksums):
             reader(target, start)
             return checksum(target) if checksums else Checksum()
         total = Checksum()
         for at in range(0, target.numel(), _HOT):
             part = target[at : at + _HOT]
             reader(part, start + at)
-            if checksums:
-                total += checksum(part).at(at)
+            total += checksum(part).at(at)
         return total
 
 

@@ -34,7 +34,7 @@ class Lives:
         self.made = 0
         monkeypatch.setattr(pools.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(ray, "kill", lambda handle: None)
-        monkeypatch.setattr(pools, "_processes_here", lambda slots: [])
+        monkeypatch.setattr(pools, "_processes", pools._known)
         self.pool = WorkerPool(self._make, workers=1, coordinator=Handle())
 
     def _make(self, rank: int) -> Handle:

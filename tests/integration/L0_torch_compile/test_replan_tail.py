@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import flextensor as ft
+from flextensor import planning
 from flextensor.compile.tail import MEASURED_STEPS
 from flextensor.offload_manager import get_offload_manager
+from flextensor.planner import search as planner_search
 from tests.integration.L0_torch_compile.checks import (
     assert_equal_while_streaming,
     external,
@@ -281,3 +283,26 @@ def test_a_request_can_be_met_from_inference_on_and_not_while_a_tail_is_in_fligh
         assert om.strategy_replan_status.can_request is False, left
         model(inputs(device))
     assert om.strategy_replan_status.can_request is external_compile
+
+
+@on_the_host
+def test_the_plan_of_eager_times_is_looked_for_briefly_and_the_one_that_lasts_at_length(
+    device, tmp_path, monkeypatch
+) -> None:
+    efforts: list[float] = []
+
+    def search(*arguments, effort, **limits):
+        efforts.append(effort)
+        return planner_search(*arguments, effort=effort, **limits)
+
+    monkeypatch.setattr(planning, "search", search)
+    model, _ = external(device)
+    assert efforts == [planning.PROVISIONAL_EFFORT]
+    for _ in range(ft.request_strategy_replan()):
+        model(inputs(device))
+    assert efforts == [planning.PROVISIONAL_EFFORT, 1.0]
+    ft.save_profile(tmp_path / "profile.json")
+    ft.release()
+    again, _ = pair()
+    ft.offload_from_profile(again, tmp_path / "profile.json", streaming(again, external_compile=True))
+    assert efforts[2:] == [1.0]
