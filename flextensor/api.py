@@ -13,7 +13,6 @@ from torch import nn
 
 from flextensor import registry
 from flextensor.compile.detect import first_compiled
-from flextensor.compile.preload import compiler_imported
 from flextensor.config import ConfigError, OffloadConfig, load_config, load_config_from_env
 from flextensor.hosting import Hosting
 from flextensor.manager import OffloadManager
@@ -97,10 +96,15 @@ def offload(
     _refuse_weights_of_others(selection)
     hosting: Hosting | None = None
     try:
-        compiles = compile_fn is not None or config.external_compile
-        gpu = device.torch_device.type == "cuda"
-        with compiler_imported(gpu=gpu) if compiles else contextlib.nullcontext():
-            hosting = Hosting(model, selection, config, device, source=source, progress=progress)
+        hosting = Hosting(
+            model,
+            selection,
+            config,
+            device,
+            source=source,
+            progress=progress,
+            compiled=compile_fn is not None or config.external_compile,
+        )
         manager = OffloadManager(model, selection, hosting, device, config, name=name, compile_fn=compile_fn)
     except BaseException:
         for module in model.modules():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flextensor.compile.ahead import beside_compiler_import
 from flextensor.config import ConfigError, OffloadConfig
 from flextensor.planner.plan import BudgetError
 from flextensor.runtime.device import Device
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 class Hosting:
-    """managed: the units' weights, in the store's order. other_bytes: device memory of everything else of the model."""
+    """managed: the units' weights, in the store's order. other_bytes: device memory of everything else of the model.
+    compiled: units will be compiled."""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class Hosting:
         *,
         source: WeightSource | None = None,
         progress: Callable[[StoreProgress], None] | None = None,
+        compiled: bool = False,
     ) -> None:
         self.other_bytes = 0
         self._selection = selection
@@ -77,7 +80,7 @@ class Hosting:
             from_source = [w for w in self.others if w.tensor.is_meta and w.nbytes]
             units.append(UnitSpec(ROOT_UNIT, tuple(_spec(w) for w in from_source)))
         _check_settings(config, source)
-        self.store = _open_store(units, stored, config, device, source=source, progress=progress)
+        self.store = _open_store(units, stored, config, device, source=source, progress=progress, compiled=compiled)
         self._scrubber = Scrubber(self.store, share=config.shm_scrub_share) if config.shm_scrub_share else None
         by_name = {weight.name: weight for weight in stored}
         self.managed = [by_name[t.name] for t in self.store.layout.tensors if t.name in by_name]
@@ -220,6 +223,7 @@ def _open_store(
     *,
     source: WeightSource | None,
     progress: Callable[[StoreProgress], None] | None,
+    compiled: bool,
 ) -> HostStore:
     tensors = {weight.name: weight.tensor for weight in stored}
     on_gpu = device.torch_device.type == "cuda"
@@ -244,11 +248,16 @@ def _open_store(
             adopted.pin_with(registrar)
         return adopted
 
-    def consume(name: str, view: torch.Tensor) -> None:
-        tensors[name].data = view
-
     node = gpu_node(device.torch_device) if on_gpu else None
-    return private_store(units, tensors, consume=consume, numa_node=node, registrar=registrar)
+
+    def pack(go_on: Callable[[], None]) -> HostStore:
+        def consume(name: str, view: torch.Tensor) -> None:
+            go_on()
+            tensors[name].data = view
+
+        return private_store(units, tensors, consume=consume, numa_node=node, registrar=registrar)
+
+    return beside_compiler_import(pack) if compiled and on_gpu else pack(lambda: None)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

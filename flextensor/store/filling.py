@@ -37,12 +37,15 @@ def fill(
     memory: torch.Tensor,
     *,
     checksums: bool,
+    map_pages: bool = True,
     ahead: int = 256 << 20,
 ) -> Generator[tuple[StoredTensor, Checksum]]:
     """Fill ``memory`` (uint8) and yield each tensor, in order, once it is in, with its checksum.
 
     tensors: each with a function that opens it: its reader, and whether pieces of it may be read apart. It is called
         late, so that not more than about ``ahead`` bytes of sources are open at once.
+    map_pages: map a piece's pages in one call, ahead of its bytes. Not for memory that comes in huge pages: they are
+        few, still hot when the bytes come, and one call for many holds what an import beside needs, too.
 
     An exception of a reader ends the filling and is raised here.
     """
@@ -60,7 +63,9 @@ def fill(
                 for start in range(0, tensor.nbytes, step):
                     end = min(start + step, tensor.nbytes)
                     target = memory[tensor.offset + start : tensor.offset + end]
-                    pieces.append((start, pool.submit(_fill_piece, reader, divisible, target, start, checksums)))
+                    pieces.append(
+                        (start, pool.submit(_fill_piece, reader, divisible, target, start, checksums, map_pages))
+                    )
                 del reader
                 waiting.append((tensor, pieces))
                 outstanding += tensor.nbytes
@@ -81,9 +86,12 @@ def _finish(tensor: StoredTensor, pieces: list[tuple[int, Future[Checksum]]]) ->
     return tensor, total
 
 
-def _fill_piece(reader: Reader, divisible: bool, target: torch.Tensor, start: int, checksums: bool) -> Checksum:
+def _fill_piece(
+    reader: Reader, divisible: bool, target: torch.Tensor, start: int, checksums: bool, map_pages: bool
+) -> Checksum:
     with torch.inference_mode(False), torch.no_grad():
-        populate(target)
+        if map_pages:
+            populate(target)
         if not (divisible and checksums):
             reader(target, start)
             return checksum(target) if checksums else Checksum()

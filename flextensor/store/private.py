@@ -62,7 +62,8 @@ def private_store(
     found: dict[str, str] = {}
     try:
         # Closed, so that no thread writes any more when an error of ours leaves here.
-        with contextlib.closing(fill(_open_all(layout, tensors), memory, checksums=checksums)) as filled:
+        filling = fill(_open_all(layout, tensors), memory, checksums=checksums, map_pages=False)
+        with contextlib.closing(filling) as filled:
             for tensor, value in filled:
                 found[tensor.name] = value.hex()
                 if pinning is not None:

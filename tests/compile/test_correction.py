@@ -72,9 +72,7 @@ def test_the_first_compiled_offload_forward_applies_it_before_profiling_for_the_
         settings = dict({settings})
         model = MyModel()
         weights = {{name: value.clone() for name, value in model.state_dict().items()}}
-        assert "torch._inductor.compile_fx" not in sys.modules
         ft.offload(model, config(**settings.pop("config", {{}})), **settings)
-        assert "torch._inductor.compile_fx" in sys.modules
         assert correction_outcome() is None
         model(torch.randn(2, 32))
         assert ft.get_offload_manager().phase == "profiling"

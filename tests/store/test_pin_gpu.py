@@ -76,13 +76,12 @@ def test_copies_are_right_and_as_fast_as_from_torchs_own_pinned_memory(
         target.copy_(store.source(name), non_blocking=True)
         assert torch.equal(target.cpu(), tensor)
     own = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
-    ours = theirs = 0.0
-    rounds, until = 0, time.monotonic() + 120
-    # Other tests use the link, too: what each reaches undisturbed counts.
-    while rounds < 100 or (ours < 0.99 * theirs and time.monotonic() < until):
-        ours = max(ours, _rate(store.source("layers.1.w"), target))
-        theirs = max(theirs, _rate(own, target))
-        rounds += 1
+    ours, theirs, until = 0.0, 1.0, time.monotonic() + 120
+    # Other tests use the link, too: what each reaches undisturbed counts, of the same moments, since the link itself is
+    # at times one per cent faster.
+    while ours < 0.99 * theirs and time.monotonic() < until:
+        rates = [(_rate(store.source("layers.1.w"), target), _rate(own, target)) for _ in range(100)]
+        ours, theirs = (max(of_one) for of_one in zip(*rates, strict=True))
     assert ours >= 0.99 * theirs
     store.unpin()
     assert not store.source("layers.1.w").is_pinned()
