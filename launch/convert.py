@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import importlib.util
 import json
 import logging
@@ -114,8 +115,9 @@ def _write(source: Path, gguf_file: str, folder: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(source), gguf_file=gguf_file)
-    model = AutoModelForCausalLM.from_pretrained(str(source), gguf_file=gguf_file, dtype=torch.float32)
+    with _parsed_once():
+        tokenizer = AutoTokenizer.from_pretrained(str(source), gguf_file=gguf_file)
+        model = AutoModelForCausalLM.from_pretrained(str(source), gguf_file=gguf_file, dtype=torch.float32)
     config = model.config
     # The weights are plain floats from here on; transformers would otherwise look for the GGUF file at load.
     if hasattr(config, "quantization_config"):
@@ -132,6 +134,22 @@ def _write(source: Path, gguf_file: str, folder: Path) -> None:
     os.chmod(folder, 0o755)
     for file in folder.iterdir():
         os.chmod(file, 0o644)
+
+
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """transformers asks gguf for the file's fields three times and for the table of tensor names once a module, which
+    together is half of a conversion's time: the answers are kept meanwhile."""
+    import gguf
+
+    asked = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, answer in asked.items():
+        setattr(gguf, name, functools.cache(answer))
+    try:
+        yield
+    finally:
+        for name, answer in asked.items():
+            setattr(gguf, name, answer)
 
 
 def _untied(model: Any) -> dict[str, Any]:

@@ -40,6 +40,8 @@ def test_each_weight_is_written_once_in_float32_and_nothing_lies_beside(converte
     assert sum(tensor.nbytes for tensor in stored.values()) == 134_515_008 * 4
     assert "model.embed_tokens.weight" in stored and "lm_head.weight" not in stored
     assert [file.name for file in converted.parent.iterdir()] == ["SmolLM2"]
+    gguf = pytest.importorskip("gguf")
+    assert isinstance(gguf.GGUFReader, type), "what the conversion keeps for itself is nobody else's"
 
 
 @pytest.mark.xdist_group("smollm2")
